@@ -123,7 +123,7 @@ def apply(
         PatchError: the swap itself failed and was rolled back.
     """
     from hfpatch.decoding import kept, offer
-    from hfpatch.graphs import recording as graphs
+    from hfpatch.graphs import kept as graphs
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proving import outside_modes
 
@@ -203,7 +203,7 @@ def restore(model: Any) -> int:
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
     from hfpatch.decoding import kept
-    from hfpatch.graphs import recording as graphs
+    from hfpatch.graphs import kept as graphs
 
     _, roots = _roots(model)
     try:
@@ -254,7 +254,7 @@ def status(model: Any) -> Report:
     """
     from hfpatch.blocks import flash3
     from hfpatch.decoding import kept
-    from hfpatch.graphs import recording as graphs
+    from hfpatch.graphs import kept as graphs
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
@@ -309,7 +309,7 @@ def decide(
     """The plan for modules by the prefix of their paths, what carries it out, and what to warn of:
     things that were asked for in vain."""
     from hfpatch.decoding import offer
-    from hfpatch.graphs import recording as graphs
+    from hfpatch.graphs import kept as graphs
     from hfpatch.planning.planner import make_plan
 
     limit, auto = graphs.check_limit(cuda_graphs)
@@ -347,11 +347,15 @@ def decide(
             notes=(*decided.notes, *notes),
         )
     if limit:
+        from hfpatch.graphs import recording
+
         once: dict[int, tuple[str, nn.Module]] = {}  # two components may be one module
         for prefix, root in roots:
             once.setdefault(id(root), (prefix, root))
         elsewhere = settings.sources.assumed is not None
-        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere, auto)
+        recorded, no_graphs = recording.prepare(
+            list(once.values()), prepared, limit, elsewhere, auto
+        )
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
@@ -372,7 +376,7 @@ def _selecting_none(decided: Plan, settings: Settings) -> Iterator[str]:
 
 def _blocks_in_vain(blocks: str | bool, settings: Settings) -> list[str]:
     """What to say of `blocks=True` with arguments under which none is captured."""
-    from hfpatch.regions.offer import refusal
+    from hfpatch.regions.wanted import refusal
 
     why = refusal(settings) if blocks is True else None
     return [] if why is None else [f"`blocks=True` captures nothing: {why}"]
@@ -386,11 +390,15 @@ def _candidates(
 ) -> tuple[list[Any], list[str]]:
     """The blocks that are captured at their first call, by default those that lie on a GPU; and
     notes on those that are not."""
-    from hfpatch.regions.offer import offer
+    from hfpatch.regions.wanted import may_lie_on, refusal
 
     # A decoding step takes longer to capture than to run, and nobody has timed what it gains.
     auto = blocks == "auto"
     devices = frozenset({"cuda"} if auto else {"cpu", "cuda"})
+    if refusal(settings) is not None or not may_lie_on((m for _, m in roots), settings, devices):
+        return [], []
+    from hfpatch.regions.offer import offer  # what captures is a third of all that `apply` imports
+
     return offer(roots, settings, prepared, devices, past=not auto)
 
 

@@ -148,18 +148,20 @@ def _device_types(devices: Any) -> frozenset[str] | None:
 
 def own_families() -> tuple[Family, ...]:
     """hfpatch's, in the order of their rank; imported here because there are many."""
-    from hfpatch.planning.families import FAMILIES
+    from hfpatch.planning.families import all_families
 
-    return FAMILIES
+    return all_families()
 
 
 def nominating(module: nn.Module) -> list[Family]:
     """Families that want to look at `module`: the user's rows first, then ours by rank."""
+    from hfpatch.planning.families import named
+
     cls = class_of(module)
     known = kept_while_planning(nominating)
     if cls not in known:
         found = [r.family for r in _rows if r.pattern.search(cls.__name__)]
-        found += [f for f in own_families() if f.nominates(module)]
+        found += [f for f in named(cls.__name__) if f.nominates(module)]
         known[cls] = list(dict.fromkeys(found))
     nominated: list[Family] = known[cls]
     return nominated

@@ -25,6 +25,7 @@ from hfpatch.blocks.parts import Constant
 from hfpatch.graphs import captures
 from hfpatch.graphs import recording as graphs
 from hfpatch.graphs.host_reads import Answers
+from hfpatch.graphs.kept import check_limit
 from hfpatch.graphs.keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs.recording import ModelGraphs
 
@@ -558,9 +559,9 @@ def test_pipeline_gets_graphs_for_its_denoiser() -> None:
 
 def test_as_many_graphs_are_kept_as_is_documented() -> None:
     usage = Path(__file__).parent.parent / "docs" / "usage.md"
-    limit, timed = graphs.check_limit(True)
+    limit, timed = check_limit(True)
     assert f"at most {limit} graphs are kept" in usage.read_text(encoding="utf-8") and not timed
-    assert graphs.check_limit("auto") == (limit, True) and graphs.check_limit(3) == (3, False)
+    assert check_limit("auto") == (limit, True) and check_limit(3) == (3, False)
 
 
 def test_bad_arguments() -> None:

@@ -16,7 +16,6 @@ from torch.compiler import is_compiling
 from hfpatch.blocks import opaque
 from hfpatch.blocks.chain import Chain
 from hfpatch.blocks.likeness import odd_build, own_settings, read_through
-from hfpatch.foreign.watch import Watched
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.leaves.recorded import may_record
 from hfpatch.ops import KERNEL_DTYPES
@@ -229,6 +228,8 @@ class BlockSubject(Subject):
             if (refused := kernel.refuses(device)) is not None:
                 return Refusal("unavailable", refused)
             if not kernel.own:
+                from hfpatch.foreign.watch import Watched
+
                 kernel = replace(kernel, watch=Watched.of(kernel, proving))
             kernels[op] = kernel
 

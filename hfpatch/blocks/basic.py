@@ -262,3 +262,6 @@ def _modulated(block: Any) -> bool:
 class BasicBlocks(BlockFamily):
     classes = ("BasicTransformerBlock",)
     subject = BasicSubject
+
+
+BASIC = BasicBlocks()

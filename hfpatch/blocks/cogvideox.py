@@ -212,3 +212,6 @@ def _feed_forward(ff: Any, x: Tensor) -> Tensor:
 class CogVideoXBlocks(BlockFamily):
     classes = ("CogVideoXBlock",)
     subject = CogVideoXSubject
+
+
+COGVIDEOX = CogVideoXBlocks()

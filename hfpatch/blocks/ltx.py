@@ -283,3 +283,6 @@ class LtxBlocks(Family):
         if dtypes - {projection}:
             return f"its norms are {', '.join(map(str, dtypes))}, its projections {projection}"
         return LtxSubject(module)
+
+
+LTX = LtxBlocks()

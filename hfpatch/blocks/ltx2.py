@@ -470,3 +470,6 @@ def _norms(block: Any) -> list[Any]:
 class Ltx2Blocks(BlockFamily):
     classes = ("LTX2VideoTransformerBlock",)
     subject = Ltx2Subject
+
+
+LTX2 = Ltx2Blocks()

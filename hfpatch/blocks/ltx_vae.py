@@ -358,3 +358,8 @@ class LtxVaeConvolutions(BlockFamily):
 class LtxVaeUpsamplers(BlockFamily):
     classes = ("LTXVideoUpsampler3d",)
     subject = LtxUpsamplerSubject
+
+
+LTX_VAE = LtxVaeBlocks()
+LTX_VAE_CONVOLUTIONS = LtxVaeConvolutions()
+LTX_VAE_UPSAMPLERS = LtxVaeUpsamplers()

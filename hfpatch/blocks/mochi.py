@@ -241,3 +241,6 @@ def _leaf(norm: Any) -> Any:
 class MochiBlocks(BlockFamily):
     classes = ("MochiTransformerBlock",)
     subject = MochiSubject
+
+
+MOCHI = MochiBlocks()

@@ -153,3 +153,6 @@ class ResnetSubject(ModelBlock):
 class ResnetBlocks(BlockFamily):
     classes = ("ResnetBlock2D",)
     subject = ResnetSubject
+
+
+RESNET = ResnetBlocks()

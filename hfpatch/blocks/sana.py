@@ -199,3 +199,6 @@ def _odd_attentions(block: Any) -> str | None:
 class SanaBlocks(BlockFamily):
     classes = ("SanaTransformerBlock",)
     subject = SanaSubject
+
+
+SANA = SanaBlocks()

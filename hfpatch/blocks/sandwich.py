@@ -348,3 +348,7 @@ class ZImageBlocks(BlockFamily):
 class Lumina2Blocks(BlockFamily):
     classes = ("Lumina2TransformerBlock",)
     subject = Lumina2Subject
+
+
+Z_IMAGE = ZImageBlocks()
+LUMINA2 = Lumina2Blocks()

@@ -149,3 +149,6 @@ class Transformer2DSubject(ModelBlock):
 class Transformer2DModels(BlockFamily):
     classes = ("Transformer2DModel",)
     subject = Transformer2DSubject
+
+
+TRANSFORMER_2D = Transformer2DModels()

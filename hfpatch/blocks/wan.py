@@ -238,3 +238,6 @@ def _fp32_parts(block: Any) -> tuple[str, ...]:
 class WanBlocks(BlockFamily):
     classes = ("WanTransformerBlock",)
     subject = WanSubject
+
+
+WAN = WanBlocks()

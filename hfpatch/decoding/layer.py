@@ -60,25 +60,6 @@ _MOST = 16
 _lock = forks.lock(waits=True)
 
 
-def is_candidate(model: nn.Module) -> bool:
-    """Whether a model generates text from a cache: what decoding steps are of."""
-    config = getattr(model, "config", None)
-    return (
-        callable(getattr(model, "generate", None))
-        and callable(getattr(model, "get_output_embeddings", None))
-        and isinstance(getattr(text_config(config), "vocab_size", None), int)
-        and not getattr(config, "is_encoder_decoder", False)
-        and _has_head(model)
-    )
-
-
-def _has_head(model: Any) -> bool:
-    try:
-        return isinstance(model.get_output_embeddings(), nn.Module)
-    except (AttributeError, NotImplementedError):
-        return False
-
-
 def describe(model: nn.Module, planned: bool = False) -> Described:
     """What `model` computes in a decoding step, with its live tensors.
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.decoding.candidates import is_candidate
 from hfpatch.decoding.kept import Choice
-from hfpatch.decoding.layer import describe, is_candidate
-from hfpatch.decoding.rules import Unexplained
 from hfpatch.ops import OPS
 from hfpatch.planning.plan import Skip, Swap
 from hfpatch.planning.settings import Settings, matches
-from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import class_of, forward_of_class
+
+# What explains a model is imported by the first that generates text: most models do not.
+if TYPE_CHECKING:
+    from hfpatch.proof.proofs import Prepared
 
 OP = "decoding"
 #: By what `apply(decoding=…)` is given.
@@ -104,12 +106,15 @@ def _decide(
     foreign = swap.foreign_forward(root)
     if foreign is not None:
         return skip("foreign", foreign)
+    from hfpatch.decoding import loop, step  # they import transformers
+    from hfpatch.decoding.layer import describe
+    from hfpatch.decoding.rules import Unexplained
+    from hfpatch.proof.proofs import Prepared
+
     try:
         described = describe(root, planned=settings.device is not None)
     except Unexplained as e:
         return skip("unexplained", str(e))
-    from hfpatch.decoding import loop, step  # they import transformers
-
     device = described.model.device
     planned = settings.device or device.type
     if choice.eight_bits and planned != "cpu":

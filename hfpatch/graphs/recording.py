@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,8 @@ from hfpatch.direct_calls import has_own_call
 from hfpatch.graphs import caches as graph_caches
 from hfpatch.graphs.captures import Pool, masks_as_outside, without_collection
 from hfpatch.graphs.host_reads import Answers, Rehearsal, Replayed
+from hfpatch.graphs.kept import DEFAULT_LIMIT, GRAPH, PLAIN_CALL
+from hfpatch.graphs.kept import graphs as _graphs
 from hfpatch.graphs.keys import (
     ADDRESSES,
     PLAIN,
@@ -41,19 +43,14 @@ from hfpatch.graphs.keys import (
     global_state,
     rebuild_call,
 )
-from hfpatch.per_object import PerObject
 from hfpatch.planning import gain
-from hfpatch.planning.plan import Swap, Timed
+from hfpatch.planning.plan import Swap
 from hfpatch.planning.race import Race
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, Tensor, forward_of_class, watched
 
-#: Graphs that one model keeps; the one that was not used for longest is dropped first.
-DEFAULT_LIMIT = 8
 #: Recordings of one kind of call that differ by what the forward reads of its arguments.
 _MOST_ANSWERS = 4
-#: The ways of a race.
-_PLAIN, _GRAPH = 0, 1
 #: Components of a diffusers pipeline that run once per step.
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
@@ -408,13 +405,13 @@ class ModelGraphs:
 
     def _raced(self, key: Any, entry: _Recorded, call: _Call, race: Race) -> Any:
         """Make the call by the way whose turn it is, and drop the graph if it has lost."""
-        if race.turn() == _GRAPH:
+        if race.turn() == GRAPH:
             result = race.run(
                 lambda: self._result(entry, call, self._replay(entry, call)), call.device
             )
         else:
             result = race.run(call.plainly, call.device)
-        if race.winner == _PLAIN:
+        if race.winner == PLAIN_CALL:
             self.slower.add(key)
             self.recorded.pop((key, entry.answers.values), None)
             self._drop(entry)
@@ -550,9 +547,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or ["no message"])[0]
 
 
-_graphs: PerObject[nn.Module, ModelGraphs] = PerObject()
-
-
 def adapter(original: Forward, limit: int, auto: bool = False) -> Forward:
     """The forward that replaces a model's own."""
 
@@ -565,40 +559,6 @@ def adapter(original: Forward, limit: int, auto: bool = False) -> Forward:
         return held.run(self, original, args, kwargs)
 
     return forward
-
-
-def release(modules: Iterable[nn.Module]) -> None:
-    """Free the graphs of those modules that have any."""
-    for module in modules if _graphs else ():
-        held = _graphs.pop(module, None)
-        if held is not None:
-            held.clear()
-
-
-def notes(model: nn.Module) -> tuple[str, ...]:
-    """What `status` says: how many graphs there are, and why calls did without."""
-    held = _graphs.get(model)
-    if held is None:
-        return ()
-    made = f"CUDA graphs: {len(held.recorded)} recorded"
-    return (made, *(f"CUDA graphs not used: {why}" for why in held.reasons))
-
-
-def times(model: nn.Module) -> list[Timed]:
-    """What `status` says of the calls that were timed: plain, and as a graph."""
-    held = _graphs.get(model)
-    return [
-        Timed(
-            type(model).__name__,
-            "cuda_graphs",
-            call,
-            1,
-            race.milliseconds(_PLAIN),
-            race.milliseconds(_GRAPH),
-            "being timed" if race.winner is None else ("original", "patched")[race.winner],
-        )
-        for call, race in (held.times.values() if held is not None else ())
-    ]
 
 
 def prepare(
@@ -669,22 +629,3 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "this torch sees no CUDA device; without `cuda_graphs` everything else is the same"
     return None
-
-
-def check_limit(value: bool | int | str) -> tuple[int, bool]:
-    """The number of graphs that `cuda_graphs=` asks for, 0: none; and whether "auto" does.
-
-    Raises:
-        TypeError, ValueError: it is no bool, no int >= 0 and not "auto".
-    """
-    if value == "auto":
-        return DEFAULT_LIMIT, True
-    if isinstance(value, bool):
-        return (DEFAULT_LIMIT if value else 0), False
-    if not isinstance(value, int):
-        raise TypeError(
-            f'`cuda_graphs` must be "auto", a bool or the most graphs to keep, got {value!r}'
-        )
-    if value < 0:
-        raise ValueError(f"`cuda_graphs` must be at least 0, got {value}")
-    return value, False

@@ -14,7 +14,6 @@ from hfpatch.blocks.chain import Chain
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.kernels import kernelized
 from hfpatch.kernels.sources import compiled_here
-from hfpatch.leaves.head import HEADS, head_sites
 from hfpatch.planning.plan import Plan, Refusal, Skip
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.planning.sites import Site, sites_of, unfit
@@ -70,6 +69,8 @@ def _make_plan(
         if families:
             ranked.append((families[0].rank, site, families))
     if settings.training:
+        from hfpatch.leaves.head import HEADS, head_sites
+
         ranked += [(HEADS.rank, site, [HEADS]) for site in head_sites(sites)]
     ranked.sort(key=lambda r: r[0])
     for _, site, families in track(ranked, f"hfpatch: {name}", "module"):

@@ -14,7 +14,6 @@ from hfpatch import packing
 from hfpatch.blocks.base import BlockProof, BlockSubject
 from hfpatch.direct_calls import Direct, direct_call
 from hfpatch.errors import FAILURES
-from hfpatch.foreign import battery, reads
 from hfpatch.kernels.sources import Kernel
 from hfpatch.leaves.activations import ActivationSubject
 from hfpatch.leaves.custom import CustomSubject
@@ -86,6 +85,7 @@ _CHANGED = "its class, or an object that it holds, was changed since; call `hfpa
 
 def forget_proofs() -> None:
     """Drop every cached proof; the next `apply` probes afresh."""
+    from hfpatch.foreign import battery
     from hfpatch.regions import offer
 
     offer.forget()
@@ -290,7 +290,11 @@ def _contract(
 
 def _reads(kernel: Kernel) -> tuple[Any, ...]:
     """What a kernel that is not ours is beside its name: a closure that changed is another one."""
-    return () if kernel.own else (Same(kernel.fn), reads.key_of(kernel.fn))
+    if kernel.own:
+        return ()
+    from hfpatch.foreign import reads  # where somebody has kernels of their own
+
+    return Same(kernel.fn), reads.key_of(kernel.fn)
 
 
 def _holds(proof: probe.Proof | Refusal) -> bool:

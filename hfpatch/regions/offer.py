@@ -29,13 +29,8 @@ from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
 from hfpatch.regions.listening import is_idle
+from hfpatch.regions.wanted import OPS, refusal
 
-#: What a candidate's fused calls may need.
-_OPS = (
-    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "gelu", "silu"),
-    *("rope", "rope_qk", "qk_norm_rope", "norm_modulate", "gate_residual"),
-    *("mul_add", "add_gelu", "add_silu", "gated_clamped"),
-)
 #: Kinds that are kept when no model has them any more.
 _MOST_KINDS = 256
 _kinds: dict[Any, Kind] = {}
@@ -80,27 +75,6 @@ class Mark(Candidate):
 
 
 _packed: PerObject[nn.Module, list[tuple[Any, ...]]] = PerObject()
-
-
-def refusal(settings: Settings) -> str | None:
-    """Why these arguments of `apply` leave every block to its parts, or None."""
-    if settings.training:
-        return (
-            "mode='training' captures no block: decoder layers have functions of their own there, "
-            "all else is swapped part by part"
-        )
-    if not settings.verify:
-        return "a captured block is only used once it is proven, which verify=False leaves out"
-    for op in _OPS:
-        kernel = settings.sources.kernel(op, block=True)
-        if kernel is None or not kernel.own or kernel.source != "local":
-            why = settings.sources.missing(op, block=True)
-            return "its kernels are those of the local build, " + (
-                f"of which `{op}` cannot be had: {why}"
-                if why is not None and "local" in (settings.sources.choices.of(op) or ())
-                else f"which `kernels=` leaves out for `{op}`"
-            )
-    return None
 
 
 def offer(
@@ -234,7 +208,7 @@ def _may_be(
 
 def _binder(sources: Sources) -> Bind:
     """A callable that binds our own kernels, which `refusal` has found to be there."""
-    kernels: dict[str, Kernel] = {op: sources.kernel(op, block=True) for op in _OPS}  # type: ignore[misc]
+    kernels: dict[str, Kernel] = {op: sources.kernel(op, block=True) for op in OPS}  # type: ignore[misc]
     return lambda op, params: kernels[op].bind(dict(params))
 
 
@@ -272,7 +246,7 @@ def _kind_of(
             path, code_of(m), attributes_of(m, ignore=ignored), own, leaf, tuple(m._modules),
             None if processor is None else (*code_of(processor), repr(vars(processor))),
         ))  # fmt: skip
-    versions = tuple(sources.kernel(op, block=True).version for op in _OPS)  # type: ignore[union-attr]
+    versions = tuple(sources.kernel(op, block=True).version for op in OPS)  # type: ignore[union-attr]
     table = attention_table()
     chosen = tuple(chosen_attention(block.modules(), table))
     around = functions_around(block)

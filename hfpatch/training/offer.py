@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from hfpatch import swap
-from hfpatch.decoding.layer import is_candidate, proof_of
+from hfpatch.decoding.candidates import is_candidate
+from hfpatch.decoding.layer import proof_of
 from hfpatch.decoding.likeness import check_layer_likeness
 from hfpatch.decoding.replica import head_counts, text_config
 from hfpatch.decoding.rules import OpaqueRule, Unexplained
