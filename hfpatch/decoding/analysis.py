@@ -27,6 +27,7 @@ from hfpatch.decoding.replica import (
     rope_limit,
     same,
     text_config,
+    without_casts_in,
 )
 from hfpatch.decoding.rules import (
     AttentionRule,
@@ -43,6 +44,8 @@ from hfpatch.decoding.rules import (
 )
 
 _ROWS, _TOKENS = 2, 14
+#: What the paths of a layer's modules begin with, in a rule that is of no layer yet.
+_LAYER = "\0."
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
@@ -68,7 +71,8 @@ class Analysis:
             self.logits = replica(
                 input_ids=self.ids, use_cache=True, **{caches.NAME: self.cache}
             ).logits
-        self.paths = {id(m): path for path, m in replica.named_modules()}
+        self.modules = dict(replica.named_modules())
+        self.paths = {id(m): path for path, m in self.modules.items()}
         self.norms = self._all_norms()
         self.ropes = self._rope_candidates()
         self.used_ropes: list[RopeRule] = []
@@ -77,7 +81,7 @@ class Analysis:
 
     def _all_norms(self) -> dict[str, NormRule]:
         found = {}
-        for path, module in self.replica.named_modules():
+        for path, module in self.modules.items():
             x, y = self.run.inputs.get(path), self.run.outputs.get(path)
             if module._modules or isinstance(module, (nn.Linear, nn.Embedding)):
                 continue
@@ -91,7 +95,7 @@ class Analysis:
     def _rope_candidates(self) -> list[RopeRule]:
         found = []
         limited = rope_limit(text_config(self.replica.config)) is not None
-        for path, module in self.replica.named_modules():
+        for path, module in self.modules.items():
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_meta:  # what text has no need of
                     continue
@@ -125,7 +129,7 @@ class Analysis:
     def _linears(self, prefix: str) -> dict[str, nn.Linear]:
         return {
             path: module
-            for path, module in self.replica.named_modules()
+            for path, module in self.modules.items()
             if path.startswith(prefix) and type(module) is nn.Linear and path in self.run.inputs
         }
 
@@ -153,18 +157,18 @@ class Analysis:
             if not same(run.outputs[a], run.inputs[b]):
                 raise Unexplained(f"`{b}`: its input is not the output of `{a}`")
         rules: list[LayerRule] = []
+        known: dict[tuple[LayerRule, type | None], None] = {}  # most layers are like one before
         for index, path in enumerate(layers):
-            before = zip(layers, rules, strict=False)  # most layers are like one before them
             likely = (
-                moved(rule, f"{old}.", f"{path}.")
-                for old, rule in before
-                if self._may_be_like(rule.mlp, old, path)
+                moved(rule, _LAYER, f"{path}.")
+                for rule, of in known
+                if self._may_be_like(rule.mlp, of, path)
             )
-            known = dict.fromkeys(likely)
-            rules.append(
-                next((r for r in known if self._explains(r, index, path)), None)
-                or self._layer(index, path)
-            )
+            found = next((r for r in likely if self._explains(r, index, path)), None)
+            if found is None:
+                found = self._layer(index, path)
+                known[moved(found, f"{path}.", _LAYER), self._called(found.mlp)] = None
+            rules.append(found)
         y = run.inputs[head_path]
         final = self._norm_between(last, y, "", "final norm")
         logits = run.outputs[head_path]
@@ -176,7 +180,7 @@ class Analysis:
 
     def _layer_paths(self) -> list[str]:
         count = text_config(self.replica.config).num_hidden_layers
-        for path, module in self.replica.named_modules():
+        for path, module in self.modules.items():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 paths = [f"{path}.{i}" for i in range(count)]
                 if all(self.run.calls.get(p) == 1 and p in self.run.outputs for p in paths):
@@ -247,12 +251,15 @@ class Analysis:
                 raise Unexplained(f"{what}: two different factors")
         return LayerRule(attention, mlp, tuple(norms), parallel, factor)
 
-    def _may_be_like(self, mlp: MlpRule | OpaqueRule, old: str, path: str) -> bool:
-        """Whether what is called as it is is of the same class in both layers."""
+    def _called(self, mlp: MlpRule | OpaqueRule) -> type | None:
+        """The class of what a layer calls as it is."""
+        return None if isinstance(mlp, MlpRule) else type(self.modules[mlp.path])
+
+    def _may_be_like(self, mlp: MlpRule | OpaqueRule, of: type | None, path: str) -> bool:
+        """Whether what is called as it is, of class `of`, is of the same class in a layer."""
         if isinstance(mlp, MlpRule):
             return True
-        modules = dict(self.replica.named_modules())
-        return type(modules[mlp.path]) is type(modules.get(path + mlp.path[len(old) :]))
+        return of is type(self.modules.get(moved(mlp.path, _LAYER, f"{path}.")))
 
     def _explains(self, rule: LayerRule, index: int, path: str) -> bool:
         """Whether a layer like one before gives this one's output, keys and values."""
@@ -262,7 +269,7 @@ class Analysis:
             return False
         ropes = tuple(r.read(self.replica) for r in self.used_ropes)
         x = self.run.inputs[path]
-        with WithoutCasts():
+        with without_casts_in(isinstance(layer.mlp, spec.Opaque)):
             y, k, v = reference.layer_result(x, layer, ropes, self.positions)
         kept = self.cache.layers[index]
         tail = kept.keys.shape[2]
@@ -302,7 +309,7 @@ class Analysis:
         left = {p: m for p, m in self._linears(f"{path}.").items() if p not in taken}
         others = {
             p
-            for p, m in self.replica.named_modules()
+            for p, m in self.modules.items()
             if p.startswith(f"{path}.")
             and m._parameters
             and p not in left

@@ -21,6 +21,7 @@ from hfpatch.decoding.replica import (
     rope_limit,
     same,
     text_config,
+    without_casts_in,
 )
 from hfpatch.decoding.rules import Recipe, Unexplained
 from hfpatch.decoding.spec import CacheTable, Model
@@ -130,10 +131,10 @@ def _steps(recipe: Recipe, replica: Any, axes: int, beside: frozenset[str]) -> t
     cache = DynamicCache(config=replica.config)
     length = 0
     table: CacheTable | None = None
-    with WithoutCasts():
-        for tokens in (_PROMPT, *_STEPS):
-            now = slice(length, length + tokens)
-            extra = _of_an_image(_ROWS, tokens) if table is not None else {}
+    for tokens in (_PROMPT, *_STEPS):
+        now = slice(length, length + tokens)
+        extra = _of_an_image(_ROWS, tokens) if table is not None else {}
+        with WithoutCasts():
             output = replica(
                 **{k: v for k, v in extra.items() if k in beside},
                 input_ids=ids[:, now],
@@ -142,28 +143,31 @@ def _steps(recipe: Recipe, replica: Any, axes: int, beside: frozenset[str]) -> t
                 use_cache=True,
                 **{caches.NAME: cache},
             )
-            if table is None:
-                table = _table(described, cache, total)
-            else:
-                logits = torch.empty(_ROWS, tokens, described.head.weight.shape[0]).double()
-                engine = reference.Reference(described, _ROWS, tokens)
+        if table is None:
+            table = _table(described, cache, total)
+        else:
+            logits = torch.empty(_ROWS, tokens, described.head.weight.shape[0]).double()
+            engine = reference.Reference(described, _ROWS, tokens)
+            with without_casts_in(not described.whole):
                 engine.step(ids[:, now], positions[:, now], table, logits, mask=mask)
-                _compare(table, cache, now, logits, output.logits)
-            length = table.length = now.stop
-        assert table is not None  # the prompt came first
-        return type(output), not axes and _by_default(described, replica, cache, table)
+            _compare(table, cache, now, logits, output.logits)
+        length = table.length = now.stop
+    assert table is not None  # the prompt came first
+    return type(output), not axes and _by_default(described, replica, cache, table)
 
 
 def _by_default(described: Model, replica: Any, cache: Any, table: CacheTable) -> bool:
     """Whether a step without positions has those that follow the cache."""
     rows, length = _ROWS, table.length
     ids = torch.arange(rows)[:, None]
-    output = replica(input_ids=ids, use_cache=True, **{caches.NAME: cache})
+    with WithoutCasts():
+        output = replica(input_ids=ids, use_cache=True, **{caches.NAME: cache})
     for memory in (table.keys, table.values):
         memory[:] = [torch.cat([t, t[:, :, :1]], dim=2) for t in memory]
     logits = torch.empty(rows, 1, described.head.weight.shape[0]).double()
     positions = torch.full((rows, 1), length)
-    reference.Reference(described, rows, 1).step(ids, positions, table, logits)
+    with without_casts_in(not described.whole):
+        reference.Reference(described, rows, 1).step(ids, positions, table, logits)
     return same(logits, output.logits, _TOLERANCE)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -259,14 +259,34 @@ class WithoutCasts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.float:
+        # one call in a hundred casts, and a proof makes tens of thousands
+        if func is _FLOAT:
             return args[0].double()
-        kwargs = {k: _widened(v) for k, v in (kwargs or {}).items()}
-        return func(*map(_widened, args), **kwargs)
+        for value in args:
+            if value is _FP32:
+                args = tuple(map(_widened, args))
+                break
+        if not kwargs:
+            return func(*args)
+        for value in kwargs.values():
+            if value is _FP32:
+                kwargs = {k: _widened(v) for k, v in kwargs.items()}
+                break
+        return func(*args, **kwargs)
+
+
+_FLOAT, _FP32 = Tensor.float, torch.float32
 
 
 def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    return torch.float64 if value is _FP32 else value
+
+
+def without_casts_in(modules: bool) -> AbstractContextManager[Any]:
+    """What `reference` computes a description in: it has no casts of its own where that is in fp64,
+    so that only `modules` of a model, called as they are, need the mode, which costs as much as a
+    small operator."""
+    return WithoutCasts() if modules else nullcontext()
 
 
 class Recording:

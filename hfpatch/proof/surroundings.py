@@ -25,7 +25,7 @@ from hfpatch.proof.subject import class_of
 #: Where code is looked into that the code of a class calls by name.
 _READ = ("diffusers", "transformers", "torch.nn")
 #: What holds functions beside modules: `x.softmax(-1)` is found there, whatever `x` is called.
-_TENSOR: tuple[type, ...] = torch.Tensor.__mro__[:2]
+_TENSOR: tuple[Mapping[str, Any], ...] = tuple(vars(of) for of in torch.Tensor.__mro__[:2])
 
 #: What a name was looked up in, that one's name where it is PyTorch's, the name, and what it was.
 Found = tuple[Mapping[str, Any], str, str, Any]
@@ -98,15 +98,18 @@ def _read_of(of: _Coded) -> _Read:
 
 
 def _read(of: _Coded) -> _Read:
-    found, key, strange = [], {}, None
+    found: dict[tuple[int, str], Any] = {}  # most functions name much of what others do
+    key: dict[tuple[str, str], Any] = {}
+    strange = None
     for holder, where, name, value in _named(of):
         code = getattr(value, "__code__", None)
-        found.append((holder, name, value, code))
+        found.setdefault((id(holder), name), (holder, name, value, code))
         if where and (where, name) not in key:
             key[where, name] = (Same(value), code)
             if strange is None and not _is_torchs(value):
                 strange = f"{where}.{name}"
-    return _Read(tuple(found), tuple(sorted(key.items(), key=lambda item: item[0])), strange)
+    ordered = tuple(sorted(key.items(), key=lambda item: item[0]))
+    return _Read(tuple(found.values()), ordered, strange)
 
 
 def _is_torchs(value: Any) -> bool:
@@ -124,13 +127,14 @@ def _named(of: _Coded) -> Iterator[Found]:
     for base in () if isinstance(of, types.FunctionType) else of.__mro__:
         if base in (nn.Module, object):
             continue
-        for name, value in vars(base).items():
+        held = vars(base)
+        for name, value in held.items():
             function = function_in(value)
             if isinstance(function, types.FunctionType) and (
                 not name.startswith("__") or name == "__call__"
             ):
                 left.append(function)
-                yield vars(base), "", name, value
+                yield held, "", name, value
     seen: set[int] = set()
     while left:
         function = left.pop()
@@ -164,10 +168,10 @@ def _named_by(function: types.FunctionType) -> Iterator[Found]:
             home = value.__module__ or ""
             yield held, home if home.partition(".")[0] == "torch" else "", name, value
         for of in _TENSOR:
-            if name in vars(of):
-                yield vars(of), "torch.Tensor", name, vars(of)[name]
+            if name in of:
+                yield of, "torch.Tensor", name, of[name]
                 break
-            yield vars(of), "", name, None  # of the class below it, by now
+            yield of, "", name, None  # of the class below it, by now
     seen: set[str] = set()
     while places:
         place = places.pop()
