@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.text import printable
+from hfpatch.text import printable, shown
 
 if TYPE_CHECKING:
     from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
@@ -173,7 +174,16 @@ def as_text(plan: Plan, applied: bool) -> str:
 
     from hfpatch.env import version_line
 
-    console = Console(width=110, no_color=True, highlight=False, legacy_windows=False)
+    # Not standard output's: on a terminal, or where FORCE_COLOR is set, titles would be bold, which
+    # is escape sequences.
+    console = Console(
+        file=io.StringIO(),
+        width=110,
+        force_terminal=False,
+        force_jupyter=False,
+        highlight=False,
+        legacy_windows=False,
+    )
     with console.capture() as capture:
         console.print(Text(headline_of(plan, applied)))
         for columns, rows in (
@@ -195,7 +205,7 @@ def as_text(plan: Plan, applied: bool) -> str:
             console.print(Text(f"note: {note}"))
         console.print(Text(version_line()))
     text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-    return printable(text, len(text))  # reasons may hold what somebody else's code said
+    return shown(printable(text, len(text)))  # reasons may hold what somebody else's code said
 
 
 # Written into each cell, since a notebook's own styles win over a sheet's; the colours suit light

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 _LONGEST = 8000  # characters
+_PLAIN = str.maketrans(
+    {"─": "-", "→": "->", "×": "x", "·": "|", "…": "...", "µ": "u", "\ufffd": "?"}
+)
 
 
 def printable(text: str, longest: int = _LONGEST) -> str:
@@ -14,6 +18,21 @@ def printable(text: str, longest: int = _LONGEST) -> str:
     if len(text) > longest:
         text = text[:longest] + "…"
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shown(text: str) -> str:
+    """Text in the signs that standard output's encoding has, so that `print` of it cannot fail: a
+    terminal of another language's, a pipe on Windows. In UTF-8 it is the text."""
+    encoding = getattr(sys.stdout, "encoding", None)  # none in a notebook, or of a stream of theirs
+    if not isinstance(encoding, str):
+        return text
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+    except LookupError:  # no encoding of Python's: what the stream does with text, it knows
+        return text
+    return text
 
 
 def told(e: BaseException) -> str:

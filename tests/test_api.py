@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import hfpatch
 from hfpatch.errors import VerificationError
 from hfpatch.proof.proofs import forget_proofs
+from hfpatch.regions.explain import Explanation
 
 
 @pytest.fixture(autouse=True)
@@ -744,6 +746,43 @@ def test_bare_in_a_repl_they_are_the_table() -> None:
     assert repr(plan) == str(plan) and repr(report) == str(report)
     assert "3 swapped" in repr(report) and len(repr(report)) < 2000
     assert copy.deepcopy(report) == report and report != hfpatch.plan(model)
+
+
+@pytest.mark.parametrize("where", ["FORCE_COLOR", "a terminal"])
+def test_the_table_is_plain_on_a_terminal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = hfpatch.apply(randomized())
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    plain = str(report)
+    if where == "a terminal":
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(_Terminal(), encoding="utf-8"))
+    else:
+        monkeypatch.setenv(where, "1")
+    text = str(report)
+    assert text == plain and "\N{REPLACEMENT CHARACTER}" not in text and "\x1b" not in text
+
+
+class _Terminal(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "koi8-r"])
+def test_reports_can_be_printed_in_any_encoding(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = randomized()
+    plan = hfpatch.plan(model)
+    report = hfpatch.apply(model)
+    block = Explanation("layers.0", "Block", before=9, after=4)
+    kept = io.BytesIO()
+    stream = io.TextIOWrapper(kept, encoding=encoding)  # strict, as Python's own is
+    monkeypatch.setattr(sys, "stdout", stream)
+    print(plan, report, block, sep="\n")
+    stream.flush()
+    text = kept.getvalue().decode(encoding)
+    assert "3 swapped" in text and f"torch {torch.__version__}" in text
+    assert "`layers.0`: 9 operators -> 4" in text.replace("→", "->") and "?" not in text
 
 
 def test_import_is_light() -> None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hfpatch.bench.spread import Gain, Spread
 from hfpatch.errors import VerificationError
+from hfpatch.text import shown
 
 Function = Callable[..., Any]
 #: How far results may be from the reference's, in epsilons of their dtype, relative to the largest.
@@ -47,7 +48,7 @@ class KernelTime:
 
     def __str__(self) -> str:
         host = "" if self.host is None else f", host {self.host.text('µs')}"
-        return (
+        return shown(
             f"{self.name}: cold {self.cold.text('µs')}, warm {self.warm.text('µs')}{host}, "
             f"{self.peak_bytes / 2**20:.2f} MiB"
         )
@@ -88,9 +89,11 @@ class Comparison:
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
+        return shown(
+            "\n".join(
+                "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+                for row in rows
+            )
         )
 
 

@@ -34,6 +34,7 @@ from hfpatch.regions.nodes import (
 )
 from hfpatch.regions.proof import Disproved, Proof
 from hfpatch.regions.rules import is_work
+from hfpatch.text import shown
 
 Tensor = torch.Tensor
 #: What a step is: an op that stands for several operators, a layer or module that is called as it
@@ -328,7 +329,7 @@ def as_text(e: Explanation) -> str:
         uses = ", ".join("in" if u < 0 else str(u) for u in s.uses)
         said = f"{s.kind:>8}  {i:2}  {s.title}  {s.shape}  <- {uses}{error}{why}"
         lines.append(f"{'  ' if s.region else ''}{said}")
-    return "\n".join(lines)
+    return shown("\n".join(lines))
 
 
 _ROW, _WIDTH, _LEFT, _BOX = 36, 960, 150, 560
