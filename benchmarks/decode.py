@@ -202,7 +202,6 @@ def beside_cache(model: Any, rows: int, base: tuple[int, int], device: str) -> d
     if device != "cuda":
         return {}
     out = run(model, rows, 272, device, return_dict_in_generate=True)[1]
-    gc.collect()
     allocated, outside = in_use()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     described = kept.decoders[model].described.model
@@ -217,6 +216,7 @@ def beside_cache(model: Any, rows: int, base: tuple[int, int], device: str) -> d
 
 def in_use() -> tuple[int, int]:
     """Bytes: what PyTorch's allocator has given out, and what is in use beside its memory."""
+    gc.collect()
     torch.cuda.synchronize()
     free, whole = torch.cuda.mem_get_info()
     return torch.cuda.memory_allocated(), whole - free - torch.cuda.memory_reserved()

@@ -39,7 +39,7 @@ EMPTY = "its cache is empty"
 #: New tokens that an arena has room for beside an eighth of those that are there; fewer where that
 #: would be more than this share of the weights' bytes, but never fewer than the least.
 _ROOM, _LEAST_ROOM = 256, 32
-_SHARE = 0.025
+_SHARE = 0.04
 
 
 def given(kwargs: Mapping[str, Any]) -> Any:
@@ -89,8 +89,8 @@ class Arena:
                     (rows, heads, capacity, dim), dtype=kept.dtype, device=kept.device
                 )
                 new[:, :, length - there : length] = kept
-                # what a window has left behind is never read, but must not be NaN either
-                new[:, :, : length - there] = 0
+                if there < length:  # what a window has left is never read, but must not be NaN
+                    new[:, :, : length - there] = 0
             held.append(new)
             memory.append(new)
         self.rows, self.capacity, self.table.length = rows, capacity, length
@@ -107,8 +107,8 @@ CLASSES: tuple[type, ...] = tuple(
 
 def most_room(model: Model, rows: int) -> int:
     """New tokens of `rows` sequences that an arena may have room for: what is held beside a cache,
-    buffers and cuBLAS's 32 MiB included, is a twentieth of the weights. A cache that is full is
-    copied to a larger arena, which for 32 tokens costs a few per cent of their steps."""
+    a step's buffers included, is a twentieth of the weights. A cache that is full is copied to a
+    larger arena, which for 32 tokens costs a few per cent of their steps."""
     allowed = _SHARE * model.weight_bytes / (rows * model.cached_bytes)
     return max(_LEAST_ROOM, int(allowed))
 
