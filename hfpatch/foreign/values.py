@@ -98,7 +98,7 @@ SPECIAL: dict[str, Pattern] = {
     for name, value in (("NaN", float("nan")), ("inf", float("inf")), ("-inf", -float("inf")))
     for every in (False, True)
 }
-#: What is asked of a call that is like others but for its sizes.
+#: What is asked of a call that differs from others in its sizes.
 FEW = ("rows of every size", "numbers times 100000", "zeros", "NaN in rows", "inf in rows")
 #: Of a weight.
 OF_WEIGHTS: dict[str, Pattern] = {
