@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfpatch import forks
@@ -126,6 +127,7 @@ def quietly(device: str) -> Iterator[None]:
             modes.enter_context(_disable_current_modes())
         modes.enter_context(_by_itself(device))
         modes.enter_context(_unheard())
+        modes.enter_context(_uncached())
         yield
 
 
@@ -143,6 +145,32 @@ def _unheard() -> Iterator[None]:
         yield
     finally:
         collector.reset(token)
+
+
+class _KeepsNothing(dict[Any, Any]):
+    """What `parametrize.cached()` writes to while a proof is made."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Inside of the caller's `parametrize.cached()` a weight that a proof's calls make is not kept:
+    it has no data where a call is captured, and belongs to a copy elsewhere. Nor is one taken that
+    was kept before."""
+    if not parametrize._cache_enabled:
+        yield
+        return
+    kept, ours = parametrize._cache, _KeepsNothing()
+    parametrize._cache = ours
+    try:
+        yield
+    finally:
+        if (
+            parametrize._cache is ours
+        ):  # else the context of another thread has ended, and cleared it
+            parametrize._cache = kept
 
 
 @contextmanager

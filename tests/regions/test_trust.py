@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from regions.families import build
 from torch import nn
+from torch.nn.utils import parametrize
 
 import hfpatch
 from hfpatch import swap
@@ -171,6 +173,31 @@ def test_a_block_that_is_handed_a_parameter_is_captured() -> None:
     with torch.no_grad():
         model.encoder.rel_embeddings.weight.mul_(2)
     _follows(model, call, before)
+
+
+class _Scaled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1.5
+
+
+def test_weights_that_are_made_once_for_a_while() -> None:
+    """In `parametrize.cached()` a capture's calls keep none of theirs, which have no data."""
+    entry = zoo.ENTRIES["flux"]
+    model = entry.build(torch.float32)
+    for module in list(model.modules()):
+        if "RMSNorm" in type(module).__name__:
+            parametrize.register_parametrization(module, "weight", _Scaled())
+    call = {**entry.inputs(model), "return_dict": False}
+    with parametrize.cached():
+        expected = run(model, call)
+    forget()
+    hfpatch.apply(model, blocks=True)
+    with parametrize.cached():
+        for _ in range(2):
+            torch.testing.assert_close(run(model, call), expected, rtol=1e-4, atol=1e-5)
+        made = list(parametrize._cache.values())
+        assert made and {type(t) for t in made} == {torch.Tensor}
+    assert not parametrize._cache
 
 
 def test_a_call_in_training_mode_decides_nothing() -> None:
