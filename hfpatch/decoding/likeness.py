@@ -22,7 +22,7 @@ from hfpatch.proof.keys import (
     value_key,
 )
 from hfpatch.proof.library import odd_code
-from hfpatch.proof.subject import class_of
+from hfpatch.proof.subject import class_of, is_dense
 from hfpatch.proof.unchanged import is_bound, is_hooked
 
 #: What no forward computes with.
@@ -199,6 +199,8 @@ def _check_parameters(modules: dict[str, nn.Module], planned: bool) -> None:
             raise Unexplained(f"`{name}` is no parameter, but a tensor")
         if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
             raise Unexplained(f"`{name}` is no plain tensor, but a `{type(p.data).__name__}`")
+        if not is_dense(p):
+            raise Unexplained(f"the memory of `{name}` does not hold its values as they are")
         if p.is_meta and not planned:
             raise Unexplained(
                 f"`{name}` is on the meta device; load its weights, then call apply again"

@@ -124,6 +124,7 @@ class Watch:
             list(map(_SHAPE, self._tensors)),
             list(map(torch.Tensor.stride, self._strided)),
             list(map(_DTYPE, self._tensors)),
+            list(map(torch.Tensor.is_neg, self._tensors)),  # with another sign than it has there
             [t.layout for t in self._others],
         )
 

@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfpatch.proof.keys import OWNED_BY_WRAPPERS, dict_of
 from hfpatch.proof.library import is_own, odd_class
-from hfpatch.proof.subject import Formula, class_of
+from hfpatch.proof.subject import Formula, class_of, is_dense
 from hfpatch.proof.unchanged import is_bound, is_hooked, is_replaced
 from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import in_known_forms, without_writes
@@ -356,6 +356,8 @@ class _Attempt:
             )
             return made  # type: ignore[no-any-return]
         self._read.append(path)
+        if (why := _odd_tensor(module)) is not None:
+            raise Uncapturable(f"{f'`{path}`' if path else 'it'} {why}")
         if leaf is not None:
             names = [n if module._parameters.get(n or "") is not None else None
                      for n in (leaf.weight, leaf.bias)]  # fmt: skip
@@ -571,8 +573,18 @@ def _is_wrapped(module: nn.Module) -> bool:
     return not is_idle(module) or (forward is not None and not is_bound(module, forward))
 
 
+def _odd_tensor(module: nn.Module) -> str | None:
+    """What a module holds that is no plain tensor: a kernel reads memory."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
+            return f"holds a `{type(tensor).__name__}`"
+        if tensor is not None and not is_dense(tensor):
+            return "holds a tensor whose memory does not hold its values as they are"
+    return None
+
+
 def _odd_holdings(module: nn.Module) -> str | None:
-    """What a module that is read through holds that is not its library's, or no plain tensor."""
+    """What a module that is read through holds that is not its library's."""
     for name, held in module.__dict__.items():
         if name in OWNED_BY_WRAPPERS:
             continue
@@ -582,9 +594,6 @@ def _odd_holdings(module: nn.Module) -> str | None:
             return f"has a function `{name}` that is not the library's"
         if name == "processor" and (why := odd_class(type(held))) is not None:
             return f"has a `processor` of which {why}"
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
-            return f"holds a `{type(tensor).__name__}`"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "has parametrized parameters"
     return None

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from hfpatch.direct_calls import DIRECT, has_own_call
 from hfpatch.proof.keys import names_read
@@ -59,6 +59,7 @@ def guard(
         "is_idle": is_idle, "otherwise": calls_otherwise,
         "has_own_call": has_own_call, "own_code": _has_own_code,
         "incomparable": INCOMPARABLE, "plain": (Tensor, nn.Parameter),
+        "strided": strided,
     }  # fmt: skip
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
@@ -169,6 +170,8 @@ def _tensors(i: int, module: nn.Module, scope: dict[str, Any]) -> Iterator[str]:
                 # a subclass has operators of its own, of which a kernel asks for none
                 yield "if type(t) not in plain: return False"
                 yield f"if t.dtype is not {dtype} or t.shape != {shape}: return False"
+                # its memory holds other values, or none that a kernel knows (`is_dense`)
+                yield "if t.layout is not strided or t.is_neg() or t.is_nested: return False"
 
 
 def _named(scope: dict[str, Any], value: Any) -> str:

@@ -20,7 +20,7 @@ from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.keys import attributes_of, code_of
 from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
-from hfpatch.proof.subject import Forward, class_of, coded, is_dtensor, watched
+from hfpatch.proof.subject import Forward, class_of, coded, is_dense, is_dtensor, watched
 from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
 from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
@@ -230,7 +230,7 @@ def _kind_of(
         if any(path.startswith(f"{w}.") for w in walls):
             continue
         own = tuple(
-            (n, None if p is None else (type(p), p.dtype, tuple(p.shape)))
+            (n, None if p is None else (type(p), p.dtype, tuple(p.shape), is_dense(p)))
             for n, p in (*m._parameters.items(), *m._buffers.items())
         )
         if path and is_wall(m):

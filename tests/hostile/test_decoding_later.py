@@ -58,6 +58,21 @@ def expanded_norm(model: Any) -> None:
     weight.data = weight.data[:1].expand(128)
 
 
+def negated_norm(model: Any) -> None:
+    weight = model.model.norm.weight
+    weight.data = torch._neg_view(weight.data)
+
+
+def negated_norm_by_a_new_weight(model: Any) -> None:
+    norm = _layer(model).input_layernorm
+    norm.weight = torch.nn.Parameter(torch._neg_view(norm.weight.data))
+
+
+def negated_projection(model: Any) -> None:
+    weight = _layer(model).mlp.up_proj.weight
+    weight.data = torch._neg_view(weight.data)
+
+
 def _doubles(forward: Callable[..., Any]) -> Callable[..., Any]:
     def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)
@@ -118,6 +133,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a weight is transposed in place": transposed_in_place,
     "an MLP is made narrower": narrower_mlp,
     "a norm's weight is one number": expanded_norm,
+    "a norm's weight is read with another sign": negated_norm,
+    "a norm's new weight is read with another sign": negated_norm_by_a_new_weight,
+    "a projection's weight is read with another sign": negated_projection,
     "the model is of another class": another_class,
     "an MLP is called otherwise": _own_call(lambda m: _layer(m).mlp),
     "an activation is called otherwise": _own_call(lambda m: _layer(m).mlp.act_fn),

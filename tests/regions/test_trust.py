@@ -175,6 +175,28 @@ def test_a_block_that_is_handed_a_parameter_is_captured() -> None:
     _follows(model, call, before)
 
 
+@pytest.mark.parametrize("order", ["captured before", "not captured yet"])
+def test_weights_that_are_read_with_another_sign(order: str) -> None:
+    """A kernel reads memory. Such a model's blocks are another kind than those of its twins."""
+    forget()
+    if order == "captured before":
+        fused("bert")
+    model, inputs = build("bert")
+    call = inputs(2, 9)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            with torch.no_grad():
+                module.weight.normal_(generator=torch.Generator().manual_seed(1))
+            module.weight = nn.Parameter(torch._neg_view(module.weight.data))
+    expected = run(model, call)
+    hfpatch.apply(model, blocks=True)
+    for _ in range(2):
+        torch.testing.assert_close(run(model, call), expected, rtol=1e-4, atol=1e-5)
+    (reason,) = {c.reason for c in hfpatch.status(model).plan.candidates}
+    assert "does not hold its values" in reason
+    fused("bert")
+
+
 class _Scaled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 1.5
