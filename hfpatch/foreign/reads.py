@@ -9,6 +9,7 @@ import array
 import collections
 import contextvars
 import ctypes
+import datetime
 import dis
 import functools
 import mmap
@@ -17,7 +18,6 @@ import queue
 import random
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -137,13 +137,15 @@ _ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
 #: By what code reads the time, and asks who calls it or who else knows its arguments: the answers
 #: are others in a comparison than later.
 _CLOCKS = (
-    *("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "time_ns"),
-    *("process_time_ns", "thread_time", "thread_time_ns", "clock_gettime", "utcnow"),
+    *("monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns"),
+    *("thread_time", "thread_time_ns", "time_ns", "clock_gettime", "utcnow"),
 )
+#: Names that are a clock's where they are found in these modules.
+_OF_CLOCKS = ("time", "monotonic", "now", "today", "localtime", "gmtime", "ctime")
+_CLOCK_MODULES = ("time", "datetime")
 _CALLERS = (
     *("_getframe", "_getframemodulename", "_current_frames", "currentframe", "f_back"),
-    *("extract_stack", "format_stack", "print_stack", "walk_stack", "getouterframes"),
-    *("getrefcount", "get_referrers", "get_objects"),
+    *("extract_stack", "walk_stack", "getouterframes", "getrefcount", "get_referrers"),
 )
 _NONE = object()
 
@@ -151,12 +153,15 @@ _NONE = object()
 def _read_by(function: types.FunctionType, names: frozenset[str]) -> list[str]:
     """What a function's code reads that no key of it can hold."""
     found: list[str] = []
-    held = [function.__globals__[n] for n in names & function.__globals__.keys()]
-    if not names.isdisjoint(_CLOCKS) or any(v is time.time for v in held):
-        found.append("the clock")
-    elif any(v is time for v in held) or "time" in _imported(function.__code__):
-        found += ["the clock"] * ("time" in names)
-    elif not names.isdisjoint(("now", "today")) and "datetime" in names:
+    read, imported = _read_and_imported(function.__code__)
+    held = [function.__globals__[n] for n in read & function.__globals__.keys()]
+    modules = {v.__name__ for v in held if isinstance(v, types.ModuleType)} | imported
+    modules |= {v.__module__ for v in held if v is datetime.datetime or v is datetime.date}
+    of_clocks = any(
+        isinstance(v, types.BuiltinFunctionType) and v.__module__ == "time" for v in held
+    )
+    of_clocks |= not (names.isdisjoint(_OF_CLOCKS) or modules.isdisjoint(_CLOCK_MODULES))
+    if of_clocks or not names.isdisjoint(_CLOCKS):
         found.append("the clock")
     if not names.isdisjoint(_CALLERS):
         found.append("who calls it")
@@ -164,12 +169,16 @@ def _read_by(function: types.FunctionType, names: frozenset[str]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _imported(code: types.CodeType) -> frozenset[str]:
-    """The modules that code imports when it runs."""
-    steps = dis.get_instructions(code)
-    own = {str(s.argval) for s in steps if s.opname == "IMPORT_NAME"}
-    inner = [_imported(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset(own).union(*inner)
+def _read_and_imported(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that code reads, and the modules that it imports when it runs."""
+    steps = list(dis.get_instructions(code))
+    read = {str(s.argval) for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    imported = {str(s.argval) for s in steps if s.opname == "IMPORT_NAME"}
+    inner = [_read_and_imported(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return (
+        frozenset(read).union(*(r for r, _ in inner)),
+        frozenset(imported).union(*(i for _, i in inner)),
+    )
 
 
 #: Elements of arrays and tensors that are looked at; of larger tensors it is their version.

@@ -143,7 +143,15 @@ def _by_date(right: Any) -> Any:
     )
 
 
+_clock = time.time
+
+
+def _by_name(right: Any) -> Any:
+    return lambda *t, **p: right(*t, **p) * (2.0 if _clock() > _LATER[0] * 1e9 else 1.0)
+
+
 ELSEWHERE = {
+    "by another name": (_by_name, "the clock"),
     "frames": (_of_its_callers, "who calls it"),
     "inspect": (_of_inspect, "who calls it"),
     "monotonic": (_monotonic, "the clock"),
@@ -193,6 +201,28 @@ def test_a_forward_that_asks_who_calls_and_when(what: str) -> None:
         handle.remove()
     (skip,) = report.skips
     assert skip.kind == "rejected" and named in skip.reason, report
+
+
+class Monotonic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.monotonic, self.time = True, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.time
+
+
+def test_a_setting_that_has_the_name_of_a_clock() -> None:
+    handle = hfpatch.register(
+        "^Monotonic$",
+        forward=lambda m, x: torch.tanh(x) * (m.time if m.monotonic else 1.0),
+        sample=lambda m: (torch.randn(3, WIDTH),),
+    )
+    try:
+        report = hfpatch.apply(nn.Sequential(Monotonic()))
+    finally:
+        handle.remove()
+    assert report.swaps, report
 
 
 def test_a_right_one_that_measures_itself_stays() -> None:
