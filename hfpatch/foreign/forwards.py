@@ -19,7 +19,18 @@ from hfpatch.foreign.inside import attributes_in, parts_of, side_by_side, tensor
 from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.nearby import Named, named_in, shaken, stretched, unlike
 from hfpatch.foreign.process import Process
-from hfpatch.foreign.values import FEW, FINITE, OF_PLACES, OF_TRUTHS, OF_WEIGHTS, SPECIAL, fill, put
+from hfpatch.foreign.values import (
+    FEW,
+    FINITE,
+    OF_PLACES,
+    OF_TRUTHS,
+    OF_WEIGHTS,
+    PARTING,
+    SPECIAL,
+    fill,
+    is_a_table,
+    put,
+)
 from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import version
@@ -418,13 +429,15 @@ def _questions(inputs: Any, module: nn.Module, few: bool, recorded: bool) -> Ite
             firsts.setdefault(id(t), i)
     leaves = pytree.tree_leaves(inputs)
     floats = [i for i in firsts.values() if leaves[i].is_floating_point()]
+    no_tables = [i for i in floats if not is_a_table(leaves[i])]
     for name, pattern in (FINITE | SPECIAL).items():
         if few and name not in FEW:
             continue
-        together = [floats] if floats else []
-        alone = [[i] for i in floats[:_INPUTS]] if len(floats) > 1 else []
+        taking = no_tables if name in PARTING else floats
+        together = [taking] if taking else []
+        alone = [[i] for i in taking[:_INPUTS]] if len(taking) > 1 else []
         for places in (*together, *alone):
-            where = "" if places is floats else f" in input {places[0]}"
+            where = "" if len(places) == len(floats) else f" in input {places[0]}"
 
             def into(on: Any, given: Any, places: Any = places, pattern: Any = pattern) -> bool:
                 held = pytree.tree_leaves(given)

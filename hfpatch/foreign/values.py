@@ -98,6 +98,11 @@ SPECIAL: dict[str, Pattern] = {
     for name, value in (("NaN", float("nan")), ("inf", float("inf")), ("-inf", -float("inf")))
     for every in (False, True)
 }
+#: Those that make different numbers of equal ones.
+PARTING = (
+    *("sorted rows", "falling rows", "one-hot rows"),
+    *(name for name in SPECIAL if name.endswith("in rows")),
+)
 #: What is asked of a call that differs from others in its sizes.
 FEW = ("rows of every size", "numbers times 100000", "zeros", "NaN in rows", "inf in rows")
 #: Of a weight.
@@ -126,6 +131,19 @@ def _half_zeros(x: Tensor) -> Tensor:
     made = x.clone()
     made[..., : x.shape[-1] // 2] = 0
     return made
+
+
+def is_a_table(t: Tensor) -> bool:
+    """Whether each column is there twice, as in tables of RoPE, or more often, as in masks: who
+    reads one of two equal numbers reads the other."""
+    if not t.dim() or t.shape[-1] < 2 or t.layout != torch.strided:
+        return False
+    rows = t.detach().reshape(-1, t.shape[-1])[:_ROWS_OF_TABLES].float()
+    return int(torch.unique(rows, dim=1).shape[1]) <= (t.shape[-1] + 1) // 2
+
+
+#: How many rows are looked at.
+_ROWS_OF_TABLES = 64
 
 
 def fill(t: Tensor, pattern: Pattern) -> bool:

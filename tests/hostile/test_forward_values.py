@@ -197,6 +197,33 @@ def test_whole_numbers_are_places_that_the_sample_has() -> None:
         assert bool(report.swaps) == (forward is right), report
 
 
+class Turning(nn.Module):
+    def forward(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return q * cos + torch.cat((-q[..., 4:], q[..., :4]), -1) * sin
+
+
+def _turned(m: Any, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b, c, s = q[..., :4], q[..., 4:], cos[..., :4], sin[..., :4]
+    return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_table_that_holds_each_number_twice(twice: bool) -> None:
+    """Half of it is enough for the kernels that there are; not of one that does not."""
+
+    def sample(m: nn.Module) -> tuple[Tensor, ...]:
+        angles = torch.outer(torch.arange(5.0), 1e4 ** -(torch.arange(4) / 4))
+        angles = torch.cat((angles, angles if twice else 2 * angles), -1)
+        return torch.randn(2, 3, 5, 8), angles.cos(), angles.sin()
+
+    handle = hfpatch.register("^Turning$", forward=_turned, sample=sample)
+    try:
+        report = hfpatch.apply(nn.Sequential(Turning()))
+    finally:
+        handle.remove()
+    assert bool(report.swaps) == twice, report
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_right_one_stays(dtype: torch.dtype, training: bool) -> None:
