@@ -4,6 +4,7 @@ taken."""
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -378,3 +379,91 @@ def test_a_shape_that_is_the_weights(cls: Any, bias: bool, served: bool, mode: s
             torch.testing.assert_close(model(torch.ones(shape)), value)
         with pytest.raises(RuntimeError, match="shape"):
             model(torch.ones(2, 65))
+
+
+#: Further ones: of an encoder behind convolutions, of images.
+APART_TOO: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    **APART,
+    "text": lambda t: draw(1, 48, 20, dtype=t).transpose(1, 2),
+    "image": lambda t: draw(2, 48, 3, 4, dtype=t).permute(0, 2, 3, 1),
+    "channels last": lambda t: (
+        draw(2, 3, 48, 4, dtype=t).to(memory_format=torch.channels_last).transpose(2, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APART_TOO)
+@pytest.mark.parametrize("cls", [nn.LayerNorm, LlamaRMSNorm])
+def test_apart_as_the_original_whatever_came_before(
+    cls: Any, kind: str, kernels_module: object
+) -> None:
+    """The second call of rows whose elements are apart takes a way of its own too."""
+    norm = cls(48)
+    nn.init.normal_(norm.weight)
+    plain = copy.deepcopy(norm)
+    assert len(hfpatch.apply(nn.Sequential(norm)).swaps) == 1
+    x = APART_TOO[kind](torch.float32)
+
+    def compare(x: torch.Tensor) -> None:
+        ours, theirs = norm(x), plain(x)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        assert ours.stride() == theirs.stride() and ours.requires_grad == theirs.requires_grad
+
+    with torch.no_grad():
+        for _ in range(3):
+            compare(x)
+        compare(x.contiguous())
+        compare(x)
+        compare(x.bfloat16().float())
+        compare(x * float("nan"))
+        with torch.inference_mode():
+            compare(APART_TOO[kind](torch.float32))
+        compare(torch._neg_view(x))
+        for wrong in (x[..., :16], x[..., :16].contiguous()):
+            for each in (norm, plain):
+                with pytest.raises(RuntimeError):
+                    each(wrong)
+        norm.weight.mul_(2)
+        plain.weight.mul_(2)
+        compare(x)
+        seen: list[Any] = []
+        for each in (norm, plain):
+            handle = each.register_forward_hook(lambda m, a, y: seen.append(a[0].stride()))
+            each(x)
+            handle.remove()
+        assert seen == [x.stride()] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for leaf in (x, x.clone().requires_grad_()):
+            with torch.enable_grad():
+                compare(leaf)
+        with torch.no_grad():
+            eps = "variance_epsilon" if cls is LlamaRMSNorm else "eps"
+            for each in (norm, plain):
+                setattr(each, eps, 0.5)
+            compare(x)
+            for each in (norm, plain):
+                each.__class__ = type("Doubled", (cls,), {"forward": lambda m, x: x * 2})
+            compare(x)
+
+
+def test_apart_takes_no_longer_than_the_original(kernels_module: object) -> None:
+    """Small ones, by one thread: 1.1 to 1.2 of the original's time, where 1.3 to 1.7 were."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for cls in (nn.LayerNorm, LlamaRMSNorm):
+            norm = cls(48)
+            plain = copy.deepcopy(norm)
+            assert hfpatch.apply(nn.Sequential(norm)).swaps
+            x, least = APART_TOO["text"](torch.float32), [float("inf")] * 2
+            with torch.no_grad():
+                for _ in range(60):
+                    for i, each in enumerate((norm, plain)):
+                        start = time.process_time_ns()
+                        for _ in range(100):
+                            each(x)
+                        least[i] = min(least[i], time.process_time_ns() - start)
+            assert least[0] <= 1.3 * least[1], (cls, least)
+    finally:
+        torch.set_num_threads(threads)

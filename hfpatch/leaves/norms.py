@@ -38,6 +38,8 @@ from hfpatch.proof.unchanged import INCOMPARABLE, leaf_settings, no_settings
 from hfpatch.reading.leaf import Reading, Unexplained, read
 
 _BIAS_NAMES = ("bias", "beta")
+#: What is done with rows whose elements are apart.
+_AS_IT_IS, _COPIED = 1, 2
 _MAX_GUARDS = 64  # of an adapter, one after the other
 #: What an op takes behind the input and a norm's two parameters, and a norm does not have. No
 #: parameter has an empty name.
@@ -213,17 +215,19 @@ class NormSubject(Subject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        dispatched = torch._C._len_torch_dispatch_stack
         read, settings = leaf_settings(self.module, (weight, bias))
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
         missing = object()
         quick: list[Forward | None] = [None]  # for calls like the last; it sees what changed
         guards = 0
+        apart = 0  # one of these two, once there was such a call
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
-            nonlocal guards
+            nonlocal guards, apart
             # Inductor fuses a norm with its neighbours. Exports without dynamo are told by their
             # tensors, below: `is_compiling` would take three times as long.
             if is_dynamo_compiling():
@@ -232,6 +236,27 @@ class NormSubject(Subject):
                 y = known(self, x)
                 if y is not NotImplemented:
                     return y
+            if (
+                apart
+                and type(x) is Tensor
+                and x.layout is torch.strided
+                and not x.is_nested
+                and x.dim() > 1
+                and x.stride(-1) != 1
+                and not args
+                and not kwargs
+            ):  # before all that is asked below, which takes as long as a small norm
+                if apart == _AS_IT_IS:
+                    return (instead if instead is not original else type(self).forward)(self, x)
+                if (
+                    known is not None
+                    and (x.dim() < 4 or not suggests_channels_last(x))
+                    and not watched()
+                    and not dispatched()
+                ):
+                    y = known(self, x.contiguous())
+                    if y is not NotImplemented:
+                        return y
             # its class is another one, or was patched
             if (
                 (type(self) is not cls and class_of(self) is not cls)
@@ -300,8 +325,16 @@ class NormSubject(Subject):
                     # Rows whose elements are apart (`x.movedim(1, -1)`; no guard takes them) would
                     # be copied first, and the result would lie otherwise than the original's,
                     # which all that follows pays for.
-                    if run is not None and (x.is_contiguous() or x.stride(-1) == 1 or not run[2]):
+                    is_apart = run is not None and not x.is_contiguous() and x.stride(-1) != 1
+                    if is_apart and run[2]:
+                        apart, run = _AS_IT_IS, None
+                    if run is not None:
                         try:
+                            if is_apart and not (
+                                run[3] or run[4] or suggests_channels_last(x) or training or casts
+                            ):
+                                # the kernel would copy them, and no guard take them
+                                apart, x = _COPIED, x.contiguous()
                             order = None
                             if not x.is_contiguous():
                                 order = memory_order(x) if run[3] else None
