@@ -431,10 +431,6 @@ bool in_order(const DLTensor &x) {
 // What `of_module` was given, in its order; the names and what is said of them are tuples.
 enum Of { kGuarded, kClass, kForward, kCoded, kCode, kRead, kSettings, kNames, kThere, kInOrder, kOf };
 
-bool negative(PyObject *tensor) {
-  return is_true(Owned(torch_.is_neg(tensor, nullptr)));
-}
-
 // A module's `__dict__`; null, perhaps with an exception set, where it is none.
 Owned attributes_of(PyObject *module) {
   Owned held(PyObject_GetAttr(module, torch_.dict));
@@ -446,7 +442,7 @@ Owned attributes_of(PyObject *module) {
 PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *attributes, PyObject *x) {
   const auto of = [self](Of what) { return PyTuple_GetItem(self, what); };
   if (reinterpret_cast<PyObject *>(Py_TYPE(module)) != of(kClass)) return nullptr;
-  if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != torch_.tensor || negative(x)) return nullptr;
+  if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != torch_.tensor) return nullptr;
   if (PyObject_IsTrue(of(kInOrder)) != 0) {
     DLTensor view;
     if (!read(x, view) || !in_order(view)) return nullptr;
@@ -476,7 +472,7 @@ PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *attributes,
     args[1 + i] = found != nullptr ? found : Py_None;
     Py_INCREF(args[1 + i]);
     if (args[1 + i] == Py_None) continue;
-    known = reinterpret_cast<PyObject *>(Py_TYPE(found)) == torch_.parameter && !negative(found);
+    known = reinterpret_cast<PyObject *>(Py_TYPE(found)) == torch_.parameter;
   }
   PyObject *result = nullptr;
   if (known && PyErr_Occurred() == nullptr) result = call_guarded(

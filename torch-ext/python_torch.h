@@ -20,6 +20,7 @@
 
 #include "calls.h"
 #include "hfpatch.h"
+#include "python_layout.h"
 
 namespace {  // with `torch_`: each build in a process has its own
 
@@ -189,8 +190,13 @@ bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
 bool read(PyObject *object, DLTensor &tensor) {
   PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(object));
   if (type != torch_.tensor && type != torch_.parameter) return false;
+  if (layout_.read(object, tensor)) return true;
+  // with another sign than memory has, of which DLPack says nothing; a form of its own by its keys
+  if (is_true(Owned(torch_.is_neg(object, nullptr)))) return false;
   if (torch_.api->dltensor_from_py_object_no_sync(object, &tensor) != 0) return false;
-  return tensor.ndim == 0 || tensor.strides != nullptr;
+  if (tensor.ndim != 0 && tensor.strides == nullptr) return false;
+  layout_.learn(object, tensor);
+  return true;
 }
 
 bool same(DLDataType a, DLDataType b) {

@@ -6,7 +6,6 @@
 // Python's stable ABI of 3.9 only.
 #pragma once
 
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -34,13 +33,6 @@ class Noted {
  private:
   std::vector<PyObject *> kept_;
 };
-
-template <typename T>
-T word(uintptr_t object, std::size_t at) {
-  T value;
-  std::memcpy(&value, reinterpret_cast<const char *>(object) + at, sizeof(T));
-  return value;
-}
 
 // A number that a dictionary has anew after each change, behind its size: in Python up to 3.13. It is
 // no interface of Python's: whether it is there is tried (find_versions).
@@ -148,47 +140,6 @@ class NotedAttributes : public Noted {
   std::vector<PyObject *> values_;
 };
 
-// One tensor as Python shows it: its C++ object, its storage's, where that begins, and the first
-// element's place in it.
-struct Shown {
-  PyObject *tensor;
-  uintptr_t impl, storage, data;
-  int64_t offset;
-};
-
-// Where torch has that in its objects, in bytes from their beginnings. It is no interface of torch's:
-// it is found by trying, with tensors of which the parts are known, and tried on each that is noted.
-struct Layout {
-  std::size_t impl = 0, storage = 0, data = 0, offset = 0;
-
-  bool shows(const Shown &t) const {
-    const auto object = reinterpret_cast<uintptr_t>(t.tensor);
-    return word<uintptr_t>(object, impl) == t.impl && word<uintptr_t>(t.impl, storage) == t.storage &&
-           word<uintptr_t>(t.storage, data) == t.data && word<int64_t>(t.impl, offset) == t.offset;
-  }
-  bool is_at(PyObject *tensor, uintptr_t begin, int64_t first) const {
-    const auto found = word<uintptr_t>(reinterpret_cast<uintptr_t>(tensor), impl);
-    return word<int64_t>(found, offset) == first &&
-           word<uintptr_t>(word<uintptr_t>(found, storage), data) == begin;
-  }
-};
-
-// The first of an object's words that is what `wanted` says, in all examples; 0: none.
-template <typename T, typename Object, typename Wanted>
-std::size_t first_word(const std::vector<Shown> &examples, std::size_t end, Object object, Wanted wanted) {
-  for (std::size_t at = sizeof(void *); at + sizeof(T) <= end; at += sizeof(T)) {
-    const bool all = std::all_of(examples.begin(), examples.end(), [&](const Shown &t) {
-      return word<T>(object(t), at) == wanted(t);
-    });
-    if (all) return at;
-  }
-  return 0;
-}
-
-// So much of torch's objects is looked at, which are larger.
-constexpr std::size_t kImplBytes = 176, kStorageBytes = 48;
-Layout layout_;  // all 0: not known
-
 class NotedPlaces : public Noted {
  public:
   bool note(const Shown &t) {
@@ -277,37 +228,39 @@ PyObject *find_versions(PyObject *, PyObject *args) {
   return PyBool_FromLong(dicts_have_versions);
 }
 
-// A list of (tensor, address of its C++ object, of its storage's, where that begins, offset).
+// A list of (tensor, address of its C++ object, of its storage's, where that begins, offset, keys).
 bool read_shown(PyObject *list, std::vector<Shown> &shown) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
-    unsigned long long impl = 0, storage = 0, data = 0;
+    unsigned long long impl = 0, storage = 0, data = 0, keys = 0;
     long long offset = 0;
-    Shown t{};
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "OKKKL", &t.tensor, &impl, &storage, &data, &offset))
+    PyObject *tensor = nullptr;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "OKKKLK", &tensor, &impl, &storage, &data, &offset, &keys))
       return false;
-    t.impl = impl, t.storage = storage, t.data = data, t.offset = offset;
-    shown.push_back(t);
+    shown.push_back({tensor, static_cast<uintptr_t>(impl), static_cast<uintptr_t>(storage),
+                     static_cast<uintptr_t>(data), offset, keys});
   }
   return true;
 }
 
-// find_layout(examples, size of a tensor's Python object): whether torch's objects are as expected. The
-// examples' parts are such that no other word is likely to be the same in all of them.
+// find_layout(examples, size of a tensor's Python object, lazily): whether torch's objects are as
+// expected. `lazily()` makes the first example's storage one that is copied when it is written to.
 PyObject *find_layout(PyObject *, PyObject *args) {
-  PyObject *list = nullptr;
+  PyObject *list = nullptr, *lazily = nullptr;
   Py_ssize_t size = 0;
   std::vector<Shown> examples;
-  if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &list, &size) || !read_shown(list, examples)) return nullptr;
-  const auto object = [](const Shown &t) { return reinterpret_cast<uintptr_t>(t.tensor); };
-  const auto impl = [](const Shown &t) { return t.impl; };
-  const auto storage = [](const Shown &t) { return t.storage; };
-  Layout found;
-  found.impl = first_word<uintptr_t>(examples, size, object, impl);
-  found.storage = first_word<uintptr_t>(examples, kImplBytes, impl, storage);
-  found.offset = first_word<int64_t>(examples, kImplBytes, impl, [](const Shown &t) { return t.offset; });
-  found.data = first_word<uintptr_t>(examples, kStorageBytes, storage, [](const Shown &t) { return t.data; });
-  const bool known = found.impl != 0 && found.storage != 0 && found.offset != 0 && found.data != 0;
-  layout_ = known ? found : Layout();
+  if (!PyArg_ParseTuple(args, "O!nO", &PyList_Type, &list, &size, &lazily) || !read_shown(list, examples))
+    return nullptr;
+  std::vector<DLTensor> views(examples.size());
+  bool known = true;
+  for (std::size_t i = 0; known && i < examples.size(); ++i) known = read(examples[i].tensor, views[i]);
+  known = known && layout_.find(examples, views, size);
+  if (known) {
+    const uintptr_t storage = examples[0].storage, before = layout_.deleter(storage);
+    PyObject *kept = PyObject_CallObject(lazily, nullptr);
+    known = layout_.find_lazy(storage, before) && kept != nullptr;
+    if (kept == nullptr) return nullptr;
+    Py_DECREF(kept);
+  }
   return PyBool_FromLong(known);
 }
 
@@ -317,7 +270,7 @@ PyObject *note_places(PyObject *, PyObject *args) {
   std::vector<Shown> shown;
   if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &list) || !read_shown(list, shown)) return nullptr;
   auto noted = std::make_unique<NotedPlaces>();
-  bool as_expected = layout_.impl != 0;
+  bool as_expected = layout_.known();
   for (std::size_t i = 0; as_expected && i < shown.size(); ++i) {
     PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(shown[i].tensor));
     as_expected = (type == torch_.tensor || type == torch_.parameter) && noted->note(shown[i]);

@@ -1,5 +1,6 @@
 """Operators bound to their numbers, past PyTorch's dispatcher where nothing listens to it."""
 
+import math
 import os
 import sys
 from importlib import import_module
@@ -249,22 +250,36 @@ def _shows(extension: Any) -> bool:
     return not any(seen) and bool(extension.is_plain())
 
 
-def _shown(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
+def _shown(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What Python says of where torch keeps a tensor's parts."""
     storage = tensor.untyped_storage()
     parts = (tensor._cdata, storage._cdata, storage.data_ptr(), tensor.storage_offset())
-    return (tensor, *parts)
+    return (tensor, *parts, torch._C._dispatch_keys(tensor).raw_repr())
 
 
 def _find_layout(extension: Any) -> bool:
-    """Whether torch's objects have what `note_places` reads, and where: tried, as above."""
+    """Whether torch's objects have what is read of tensors, and where: tried, as above."""
     try:
-        # offsets that no other number of these tensors is
-        whole = [torch.empty(9000 + i, dtype=torch.uint8, device="cpu") for i in range(3)]
-        parts = [t[4001 + 97 * i :] for i, t in enumerate(whole)]
+        # sizes, strides and offsets that no other number of these tensors is
+        forms = (
+            ((3, 5, 7), torch.float32),
+            ((2, 3, 11, 5), torch.float32),
+            ((13, 17), torch.bfloat16),
+            ((19,), torch.int64),
+            ((2, 3, 2, 3, 5), torch.uint8),
+        )
+        parts = []
+        for i, (shape, dtype) in enumerate(forms):
+            whole = torch.empty(9000 + i, dtype=dtype, device="cpu")[4001 + 97 * i :]
+            parts.append(whole[: math.prod(shape)].view(shape).transpose(0, -1))
         parts.append(torch.nn.Parameter(torch.empty(8111, device="cpu")[5003:]))
+        parts += [
+            torch.empty(4007, device="cpu", dtype=t)[2003:] for t in (torch.float16, torch.float64)
+        ]
         shown = [_shown(t) for t in parts]
-        return bool(extension.find_layout(shown, torch.Tensor.__basicsize__))
+        lazily: Any = vars(torch)["_lazy_clone"]
+        size = torch.Tensor.__basicsize__
+        return bool(extension.find_layout(shown, size, lambda: lazily(parts[0])))
     except Exception:  # something else than ordinary tensors is made here and now
         return False
 
