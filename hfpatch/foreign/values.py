@@ -105,6 +105,8 @@ PARTING = (
 )
 #: What is asked of a call that differs from others in its sizes.
 FEW = ("rows of every size", "numbers times 100000", "zeros", "NaN in rows", "inf in rows")
+#: What gradients are asked of: of larger numbers some are nothing but roundings, times these.
+OF_GRADIENTS = ("numbers times 1000", "zeros", "many zeros", "no negative numbers", "equal rows")
 #: Of a weight.
 OF_WEIGHTS: dict[str, Pattern] = {
     "ones": lambda x, largest: torch.ones_like(x),

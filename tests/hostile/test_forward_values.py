@@ -62,7 +62,7 @@ class _Far(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
-        ctx.far = bool(x.abs().max() > 1e4)
+        ctx.far = bool(x.abs().max() > 1e3)
         return y.clone()
 
     @staticmethod
@@ -195,6 +195,44 @@ def test_whole_numbers_are_places_that_the_sample_has() -> None:
         finally:
             handle.remove()
         assert bool(report.swaps) == (forward is right), report
+
+
+class Attending(nn.Module):
+    """The gradient of the bias of its keys is 0 but for roundings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(WIDTH), -1) @ v
+
+
+def _attending(m: Any, x: Tensor) -> Any:
+    q, k, v = m.q(x), m.k(x), m.v(x)
+    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+def _of_detached_keys(m: Any, x: Tensor) -> Any:
+    q, k, v = m.q(x), F.linear(x, m.k.weight.detach(), m.k.bias), m.v(x)
+    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("forward", [_attending, _of_detached_keys])
+def test_a_gradient_that_is_roundings_alone(forward: Any, dtype: torch.dtype) -> None:
+    handle = hfpatch.register(
+        "^Attending$",
+        forward=forward,
+        sample=lambda m: (torch.randn(2, 5, WIDTH).to(dtype),),
+        differentiable=True,
+    )
+    try:
+        report = hfpatch.apply(nn.Sequential(Attending()).to(dtype), mode="training")
+    finally:
+        handle.remove()
+    assert bool(report.swaps) == (forward is _attending), report
 
 
 class Turning(nn.Module):
