@@ -24,10 +24,12 @@ from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
 from hfpatch.proof.around import writable_around
+from hfpatch.proof.copies import CannotReplicateError, deep_copied
 from hfpatch.proof.keys import code_of
 from hfpatch.proof.proving import outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.proof.unchanged import hooks_on_all
+from hfpatch.text import told
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,10 @@ def _proof_of(model: Any) -> Proven | str:
     implementation = _implementation(model)
     classes = {type(m): m for m in model.modules()}
     codes = frozenset(code_of(m) for m in classes.values())
-    config = model.config.to_json_string(use_diff=False)
+    try:
+        config = _written(model.config)
+    except NoReplica as e:
+        return str(e)
     attention = attention_functions(model)
     around = functions_of_torch(classes.values(), attention)
     key = (type(model), implementation, config, codes, around)
@@ -110,6 +115,23 @@ def _proof_of(model: Any) -> Proven | str:
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     return _proofs[key]
+
+
+def _written(config: Any) -> str:
+    """All that a configuration says, as a text: equal ones build equal models.
+
+    Raises:
+        NoReplica: somebody put something into it that no text says, such as a tensor or an object
+            of their own.
+    """
+    try:
+        # a copy, since to write it copies what it holds, by the code of whatever that is
+        text: str = deep_copied(config, "its config").to_json_string(use_diff=False)
+    except CannotReplicateError as e:
+        raise NoReplica(str(e)) from e
+    except Exception as e:  # what a config holds may fail as it likes
+        raise NoReplica(f"its config cannot be written as a text ({told(e)})") from e
+    return text
 
 
 def _writes_around(modules: Iterable[nn.Module]) -> str | None:

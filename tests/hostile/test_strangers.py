@@ -261,3 +261,52 @@ def test_in_each_module_of_a_model(name: str, mode: Any) -> None:
             after = model(input_ids=ids, use_cache=False).logits
     assert not RAN
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+#: What people put into a configuration.
+IN_CONFIGS: dict[str, Callable[[], Any]] = {
+    "a tensor": lambda: torch.ones(3),
+    "a set": lambda: {1, 2},
+    "an object": lambda: Holder(1),
+    "one that says how it is copied": lambda: _with("__deepcopy__")(),
+    "a function": lambda: torch.tanh,
+    "itself": lambda: _list_of_itself(),
+}
+
+
+def _list_of_itself() -> Any:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("what", IN_CONFIGS)
+def test_in_a_configuration(what: str, mode: Any, later: bool) -> None:
+    """One that no JSON can say is no reason for an error."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.arange(1, 7)[None]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    if later:
+        hfpatch.apply(model, mode=mode)
+    vars(model.config)["held"] = IN_CONFIGS[what]()
+    RAN.clear()
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        with torch.no_grad():
+            again = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
+        plan = hfpatch.plan(model, mode=mode)
+        report = hfpatch.apply(model, mode=mode)
+    assert not RAN
+    assert len(plan.swaps) == len(report.swaps) > 0
+    if mode == "inference":
+        assert any("its config" in s.reason for s in report.skips), report
