@@ -24,7 +24,7 @@ from hfpatch import packing
 from hfpatch.direct_calls import DIRECT, Direct, is_direct
 from hfpatch.errors import PatchError
 from hfpatch.kernels.kernelized import kernel_of
-from hfpatch.proof.keys import BROUGHT, is_brought
+from hfpatch.proof.keys import BROUGHT, dict_of, is_brought
 from hfpatch.proof.subject import Forward
 
 _MARK = "__hfpatch__"
@@ -168,8 +168,9 @@ def is_native(module: nn.Module, forward: Any) -> bool:
 
 def adapter_of(forward: Any) -> Swapped | None:
     """What we wrote on `forward`, if it is ours."""
-    function = getattr(forward, "__func__", forward)
-    found = getattr(function, _MARK, None)
+    # it may be any attribute: of an object with a `__getattr__` of its own nothing is asked
+    function = forward.__func__ if type(forward) is types.MethodType else forward
+    found = (dict_of(function) or {}).get(_MARK)
     return found if isinstance(found, Swapped) and found.adapter is function else None
 
 

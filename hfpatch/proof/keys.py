@@ -47,7 +47,7 @@ BROUGHT = "__hfpatch_method__"
 
 def is_brought(value: Any) -> bool:
     """Whether it is a method that a swap brought."""
-    if not isinstance(value, types.MethodType):
+    if type(value) is not types.MethodType:
         return False
     function = value.__func__
     return getattr(function, BROUGHT, None) is function

@@ -263,6 +263,35 @@ def test_in_each_module_of_a_model(name: str, mode: Any) -> None:
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 
+class Refusing:
+    """Whatever it is asked, it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_one_that_raises_whatever_it_is_asked(mode: Any) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2,
+        )
+    ).eval()  # fmt: skip
+    held = Refusing()
+    for m in model.modules():
+        m.__dict__["held"] = held
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        hfpatch.plan(model, mode=mode)
+        assert hfpatch.apply(model, mode=mode).swaps
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
+    hfpatch.status(model)
+    hfpatch.restore(model)
+    assert all(m.__dict__["held"] is held for m in model.modules())
+
+
 #: What people put into a configuration.
 IN_CONFIGS: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: torch.ones(3),
