@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -479,3 +480,52 @@ def test_a_vaes_results_lie_in_memory_as_the_originals(batch: int) -> None:
     ):
         assert found.stride() == wanted.stride()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+#: Images as they lie in memory, small ones among them: of one pixel, of one row, behind attention.
+LYING: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they come": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "part of a batch": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "behind attention": lambda x: x.flatten(2).transpose(1, 2).contiguous().mT.view_as(x),
+    "behind something else": lambda x: torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape),
+    "transposed": lambda x: x.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("name", ["resnet", "resnet with a shortcut"])
+def test_images_however_they_lie(name: str, lying: str, kernels_module: object) -> None:
+    block = ROWS[name].make().eval()
+    plain = copy.deepcopy(block)
+    assert hfpatch.apply(nn.Sequential(block)).swaps
+    for shape in ((1, 24, 1, 1), (2, 24, 1, 1), (1, 24, 1, 6), (2, 24, 5, 1), (2, 24, 5, 4)):
+        x, time_ = LYING[lying](torch.randn(shape)), torch.randn(shape[0], 20)
+        with torch.no_grad():
+            ours, theirs = block(x, time_), plain(x, time_)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert ours.stride() == theirs.stride(), shape
+
+
+def test_a_small_image_takes_no_longer_than_in_the_original(kernels_module: object) -> None:
+    """Channels last, by one thread: where Python counts, 0.9 of the original's time."""
+    from diffusers.models.resnet import ResnetBlock2D
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        block = ResnetBlock2D(in_channels=64, temb_channels=32, groups=8).eval()
+        plain = copy.deepcopy(block)
+        assert hfpatch.apply(nn.Sequential(block)).swaps
+        x = torch.randn(1, 64, 2, 2).to(memory_format=torch.channels_last)
+        given, least = torch.randn(1, 32), [float("inf")] * 2
+        with torch.no_grad():
+            for _ in range(60):
+                for i, each in enumerate((block, plain)):
+                    start = time.process_time_ns()
+                    for _ in range(30):
+                        each(x, given)
+                    least[i] = min(least[i], time.process_time_ns() - start)
+        assert least[0] <= 1.1 * least[1], least
+    finally:
+        torch.set_num_threads(threads)

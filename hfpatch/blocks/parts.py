@@ -53,7 +53,10 @@ class ModelBlock(BlockSubject):
     @classmethod
     def works_in(cls, block: nn.Module) -> torch.dtype | None:
         # what stands there by now may be somebody's own layer, which need not have a weight
-        weight = getattr(cls.projection(block), "weight", None)
+        projection = cls.projection(block)
+        weight = projection.__dict__.get("_parameters", {}).get("weight")  # the quick way
+        if type(weight) is not nn.Parameter or "weight" in projection.__dict__:
+            weight = getattr(projection, "weight", None)
         dtype = weight.dtype if isinstance(weight, Tensor) else None
         return dtype if dtype in KERNEL_DTYPES else None  # a quantizer's own is no such
 

@@ -37,6 +37,14 @@ def is_plain(linear: Any, x: Tensor) -> bool:
     )
 
 
+def parameter(module: nn.Module, name: str) -> Any:
+    """`getattr(module, name)`, which takes a module three times as long: it looks at its class and
+    its attributes first."""
+    d = module.__dict__
+    held = d["_parameters"].get(name) if name not in d else None
+    return getattr(module, name) if held is None else held
+
+
 def is_plain_convolution(conv: Any, x: Tensor) -> bool:
     """Whether calling `conv` on `x` is `F.conv2d` or `F.conv3d` with its own weight alone."""
     if type(conv) not in (nn.Conv2d, nn.Conv3d) or conv.padding_mode != "zeros" or is_hooked(conv):
@@ -56,9 +64,10 @@ def without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     PyTorch adds a convolution's bias in a kernel of its own, which reads and writes the whole
     result; whoever adds something to it anyway adds the bias there.
     """
-    if conv.bias is None or not is_plain_convolution(conv, x):
+    bias = parameter(conv, "bias")
+    if bias is None or not is_plain_convolution(conv, x):
         return conv(x), None
-    return conv._conv_forward(x, conv.weight, None), conv.bias
+    return conv._conv_forward(x, parameter(conv, "weight"), None), bias
 
 
 def convolve(conv: Any, x: Tensor) -> Tensor:
@@ -83,12 +92,14 @@ def stays_channels_last(x: Tensor) -> bool:
     """Whether PyTorch makes of an image in channels-last memory one that lies so too: it looks at
     the strides of what there is one of as well, and attention over pixels leaves a single image
     with another step to the next image than images have."""
-    least = 0
-    for d in (1, 3, 2, 0):
-        if x.stride(d) < least:
-            return False
-        least = x.stride(d) * max(x.size(d), 1)
-    return True
+    _, c, h, w = x.shape
+    of_image, of_channel, of_row, of_pixel = x.stride()
+    return (
+        of_channel >= 0
+        and of_channel * max(c, 1) <= of_pixel
+        and of_pixel * max(w, 1) <= of_row
+        and of_row * max(h, 1) <= of_image
+    )
 
 
 def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:

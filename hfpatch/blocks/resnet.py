@@ -22,6 +22,7 @@ from hfpatch.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
 from hfpatch.blocks.projections import (
     convolve_plain,
     is_plain_convolution,
+    parameter,
     stays_channels_last,
     without_bias,
 )
@@ -38,13 +39,15 @@ def group_norm(
     last = bind("group_norm", **settings, channels_last=True)
 
     def normalize(x: Tensor, norm: Any) -> Tensor:
-        if is_channels_last(x):
-            rows = x.permute(0, 2, 3, 1)
-            y = last(rows.flatten(1, 2), norm.weight, norm.bias)
-            return y.view(rows.shape).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+        weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
+        n, c, h, w = x.shape
+        if is_channels_last(x):  # of few calls: a UNet has dozens of these, and small images
+            image = c * h * w
+            y: Tensor = last(x.as_strided((n, h * w, c), (image, c, 1)), weight, bias)
+            return y.as_strided((n, c, h, w), (image, 1, w * c, c))
         x = x.contiguous()
-        y = first(x.flatten(2), norm.weight, norm.bias)
-        return y.view(x.shape)  # type: ignore[no-any-return]
+        y = first(x.view(n, c, h * w), weight, bias)
+        return y.view(n, c, h, w)
 
     return normalize
 
