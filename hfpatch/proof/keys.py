@@ -255,13 +255,16 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 def class_values(module: nn.Module) -> dict[str, Any]:
     """What an instance reads off its class where it has no attribute of that name; no functions."""
-    found: dict[str, Any] = {}
-    for base in reversed(_bases(module)):
-        for name, value in _members(base):
-            found.pop(name, None)
-            if name not in module.__dict__ and not hasattr(value, "__get__"):
-                found[name] = value
-    return found
+    known = kept_while_planning(class_values)
+    if type(module) not in known:
+        found: dict[str, Any] = {}
+        for base in reversed(_bases(module)):
+            for name, value in _members(base):
+                found.pop(name, None)
+                if not hasattr(value, "__get__"):
+                    found[name] = value
+        known[type(module)] = found
+    return {k: v for k, v in known[type(module)].items() if k not in module.__dict__}
 
 
 def names_read(module: nn.Module) -> set[str]:
@@ -309,9 +312,13 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     return found
 
 
-def helpers_of(module: nn.Module) -> set[str]:
+def helpers_of(module: nn.Module) -> frozenset[str]:
     """The methods and properties of its class that a module's forward may reach, by name; what a
     base class has under a name counts too, since `super()` may reach it."""
+    known = kept_while_planning(helpers_of)
+    if type(module) in known:
+        helpers: frozenset[str] = known[type(module)]
+        return helpers
     members: dict[str, list[Any]] = {}
     for base in _bases(module):
         for name, value in _members(base):
@@ -324,7 +331,8 @@ def helpers_of(module: nn.Module) -> set[str]:
             reached = {n for n in names if n in members and hasattr(members[n][0], "__get__")}
             left += reached - found
             found |= reached
-    return found - {"forward"}
+    helpers = known[type(module)] = frozenset(found - {"forward"})
+    return helpers
 
 
 def overridden(module: nn.Module) -> list[tuple[type, str]]:
