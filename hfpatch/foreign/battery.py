@@ -15,7 +15,7 @@ from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_values
 from hfpatch.foreign.device import waits, wrong_on_streams
 from hfpatch.foreign.gradients import state_of_backward, wrong_gradients
-from hfpatch.foreign.process import Process
+from hfpatch.foreign.process import Process, unseeded
 from hfpatch.foreign.samples import Sample, samples_of
 from hfpatch.proof.keys import Same
 from hfpatch.text import told
@@ -103,6 +103,7 @@ def challenge(
     return found
 
 
+@unseeded()
 def _challenge(
     fn: Callable[..., Any],
     call: Callable[..., Any],

@@ -18,7 +18,7 @@ from hfpatch.foreign.gradients import results_of_others, upstream
 from hfpatch.foreign.inside import attributes_in, parts_of, side_by_side, tensors_in
 from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.nearby import Named, named_in, shaken, stretched, unlike
-from hfpatch.foreign.process import Process
+from hfpatch.foreign.process import Process, unseeded
 from hfpatch.foreign.values import (
     FEW,
     FINITE,
@@ -69,6 +69,7 @@ class Different(Exception):
     """How a forward differs from the original."""
 
 
+@unseeded()
 def compare_forwards(
     module: nn.Module,
     original: Forward,
@@ -508,8 +509,8 @@ def _questions(inputs: Any, module: nn.Module, few: bool, recorded: bool) -> Ite
 
 
 def _compare_grossly(ours: list[Tensor], theirs: list[Tensor], what: str) -> None:
-    """Gradients, by the largest number of all: what is 0 but for roundings may be large where the
-    inputs are."""
+    """Gradients, by the largest number of all: what roundings alone make other than 0 may be large
+    where the inputs are."""
     if not all(bool(g.isfinite().all()) for g in theirs):
         return
     largest = max((float(g.abs().max()) for g in theirs if g.numel()), default=0.0)

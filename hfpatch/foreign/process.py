@@ -14,7 +14,8 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -490,6 +491,31 @@ class Process:
             if told and entry[2](before) is not False:
                 found.append(entry[0])
         return found
+
+
+#: Names of entries.
+_RANDOM = (
+    *("torch's random state", "the GPU's random state"),
+    *("Python's random state", "NumPy's random state"),
+)
+
+
+@contextmanager
+def unseeded() -> Iterator[None]:
+    """Random numbers come from where no seed begins: one who seeds as its caller has just seeded
+    would seem to change nothing."""
+    before = Process.now(_RANDOM)
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.default_generator.manual_seed(seed)
+    if _on_gpu():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    random.seed(seed)
+    if _numpy() is not None:
+        sys.modules["numpy"].random.seed(seed)
+    try:
+        yield
+    finally:
+        before.changed()
 
 
 def _read(entry: _Entry) -> Any:

@@ -45,7 +45,7 @@ def times(model: nn.Module) -> list[Timed]:
     return [
         Timed(
             type(model).__name__,
-            "cudagraphs",
+            "cuda_graphs",
             call,
             1,
             race.milliseconds(PLAIN_CALL),

@@ -136,6 +136,21 @@ def test_values_that_no_sample_has(what: str) -> None:
     assert skip.kind == "rejected" and "the registered `forward` is wrong" in skip.reason, report
 
 
+def test_a_seed_that_the_caller_has_just_set() -> None:
+    """To set it again changes nothing, here."""
+
+    def seeds(m: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return _right(m, x)
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    _, _, report = _applied(seeds, _x)
+    (skip,) = report.skips
+    assert skip.kind == "rejected" and "torch's random state" in skip.reason, report
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_a_mask_of_one_truth_value(all_of_it: bool) -> None:
     def forward(m: Any, x: Tensor, mask: Tensor) -> Any:

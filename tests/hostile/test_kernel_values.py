@@ -87,6 +87,20 @@ def test_rows_of_one_argument(what: str, place: int) -> None:
     _refused("gated", _where(OF_ROWS[what], place))
 
 
+def test_a_seed_that_the_caller_has_just_set() -> None:
+    seed = 0
+
+    def make(right: Any) -> Any:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            torch.manual_seed(seed)
+            return right(*args, **kwargs)
+
+        torch.manual_seed(seed)
+        return kernel
+
+    assert "torch's random state" in _refused("rms_norm", make)
+
+
 def test_a_weight_of_ones() -> None:
     assert "its weight" in _refused("rms_norm", _where(lambda w: (w == 1).all(), 1))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfpatch.graphs import host_reads
+from hfpatch.graphs import captures, host_reads
 from hfpatch.graphs import recording as graphs
 
 _WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select")
@@ -113,7 +113,7 @@ class CpuGraphs:
         put(graphs, "_event", lambda: event)
         put(graphs, "_generator", lambda device: generator)
         put(graphs, "unavailable", lambda: None)
-        put(graphs, "abandon", lambda *args: True)
+        put(captures, "abandon", lambda *args: True)
         put(graphs.Pool, "_taken", set())
         put(graphs.Pool, "_idle", {})
 
