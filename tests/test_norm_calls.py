@@ -4,6 +4,7 @@ taken."""
 from __future__ import annotations
 
 import copy
+import importlib
 import time
 import warnings
 from collections.abc import Callable
@@ -467,3 +468,25 @@ def test_apart_takes_no_longer_than_the_original(kernels_module: object) -> None
             assert least[0] <= 1.3 * least[1], (cls, least)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "given"),
+    [
+        ("falcon_mamba", "FalconMambaWeightlessRMSNorm", (48,)),
+        ("deepseek_v4", "DeepseekV4UnweightedRMSNorm", ()),
+    ],
+)
+def test_norms_whose_names_say_that_they_have_no_weight(
+    kernels_module: object, module: str, name: str, given: tuple[int, ...]
+) -> None:
+    """`weight_norm` is another thing, and no norm of rows."""
+    cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    model = nn.Sequential(cls(*given, eps=1e-6))
+    plain = copy.deepcopy(model)
+    (swap,) = hfpatch.apply(model).swaps
+    assert (swap.class_name, swap.op) == (name, "rms_norm")
+    for x in (draw(3, 48, dtype=torch.float32), draw(2, 5, 17, dtype=torch.bfloat16)):
+        torch.testing.assert_close(model(x), plain(x))
+    hfpatch.restore(model)
+    assert not hfpatch.plan(nn.Sequential(type("WeightNorm", (nn.Identity,), {})())).swaps

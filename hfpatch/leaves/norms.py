@@ -468,7 +468,8 @@ class Norms(Family):
     name = "norm"
     # in any case, except those of batches, groups and weights: the report has each that is none
     pattern = re.compile(
-        r"^(?!.*(batch|group|instance|weight|spectral|minmax|nonorm)).*norm(?!al)", re.IGNORECASE
+        r"^(?!.*(batch|group|instance|weight_?norm|spectral|minmax|nonorm)).*norm(?!al)",
+        re.IGNORECASE,
     )
     rank = 30
 
