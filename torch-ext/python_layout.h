@@ -88,8 +88,8 @@ class Layout {
   }
   bool is_at(PyObject *tensor, uintptr_t begin, int64_t first) const {
     const auto impl = word<uintptr_t>(address(tensor), impl_);
-    return word<int64_t>(impl, offset_) == first &&
-           word<uintptr_t>(word<uintptr_t>(impl, storage_), data_) == begin;
+    const auto storage = word<uintptr_t>(impl, storage_);  // null: it is another, a sparse one, by now
+    return storage != 0 && word<int64_t>(impl, offset_) == first && word<uintptr_t>(storage, data_) == begin;
   }
 
   // A view of a tensor of a known form, which is a torch.Tensor or torch.nn.Parameter.

@@ -193,8 +193,16 @@ def _note_places(tensors: list[torch.Tensor]) -> Callable[[], bool]:
         noted = None
     if noted is not None:
         return noted
-    addresses = list(map(_DATA_PTR, tensors))
-    return lambda: list(map(_DATA_PTR, tensors)) == addresses
+    addresses = list(map(_address, tensors))
+    return lambda: list(map(_address, tensors)) == addresses
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where a tensor lies; None of a sparse one, say."""
+    try:
+        return _DATA_PTR(tensor)
+    except RuntimeError:
+        return None
 
 
 def _same(ours: Sequence[Any], theirs: Iterable[Any]) -> bool:

@@ -31,6 +31,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "exchanged tensors": lambda m: torch.utils.swap_tensors(
         m.mlp.up_proj.weight, nn.Parameter(torch.ones(3))
     ),
+    "exchanged with a sparse tensor": lambda m: torch.utils.swap_tensors(
+        m.mlp.up_proj.weight, nn.Parameter(torch.eye(3).to_sparse())
+    ),
     "a hook": lambda m: m.mlp.up_proj.register_forward_hook(lambda *_: None),
     "a hook before": lambda m: m.mlp.register_forward_pre_hook(lambda *_: None),
     "a forward": lambda m: setattr(m.mlp, "forward", lambda x: x),
