@@ -105,18 +105,17 @@ CLASSES: tuple[type, ...] = tuple(
 )
 
 
-def most_room(model: Model, rows: int) -> int:
-    """New tokens of `rows` sequences that an arena may have room for: what is held beside a cache,
-    a step's buffers included, is a twentieth of the weights. A cache that is full is copied to a
-    larger arena, which for 32 tokens costs a few per cent of their steps."""
-    allowed = _SHARE * model.weight_bytes / (rows * model.cached_bytes)
-    return max(_LEAST_ROOM, int(allowed))
+def capacity_for(length: int, model: Model | None = None, rows: int = 1) -> int:
+    """How many tokens of each of `rows` sequences a new arena for `length` of them has room for.
 
-
-def capacity_for(length: int, most: int | None = None) -> int:
-    """How many tokens a new arena for `length` of them has room for; `most`: new ones."""
+    With a model, what is held beside a cache, a step's buffers included, is a twentieth of its
+    weights. A cache that is full is copied to a larger arena, which for 32 tokens costs a few per
+    cent of their steps."""
     room = length // 8 + _ROOM
-    return length + (room if most is None else min(room, most))
+    if model is not None:
+        allowed = _SHARE * model.weight_bytes / (rows * model.cached_bytes)
+        room = min(room, max(_LEAST_ROOM, int(allowed)))
+    return length + room
 
 
 #: Attributes that a layer has while it is in an arena.
@@ -417,9 +416,9 @@ def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = No
                 layer.cumulative_length = length
 
 
-def take(cache: Any, tokens: int, most: int | None = None) -> Arena:
+def take(cache: Any, tokens: int, model: Model | None = None) -> Arena:
     """An arena that all of a (fit) cache's layers are in, with room for `tokens` more, and for some
-    behind these: no more than `most`.
+    behind these (`capacity_for`).
 
     Raises:
         torch.OutOfMemoryError: the cache is as it was, or in part in an arena; either is whole.
@@ -429,7 +428,8 @@ def take(cache: Any, tokens: int, most: int | None = None) -> Arena:
         return arena
     new = Arena()
     length = cache.layers[0].get_seq_length()
-    capacity = capacity_for(length + tokens, most)
+    rows = _tensors_of(cache.layers[0])[0].shape[0]
+    capacity = capacity_for(length + tokens, model, rows)
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
         first = length - _tensors_of(layer)[0].shape[2]
@@ -467,9 +467,9 @@ def unfit_for_prompt(cache: Any, model: Model) -> str | None:
     return None
 
 
-def begin(cache: Any, kept: Kept, most: int | None = None) -> Arena:
-    """Put a prompt's keys and values into a (fit) empty cache, with room for new ones: no more than
-    `most`.
+def begin(cache: Any, kept: Kept, model: Model | None = None) -> Arena:
+    """Put a prompt's keys and values into a (fit) empty cache, with room for new ones
+    (`capacity_for`).
 
     Returns:
         the arena that its layers are in.
@@ -479,7 +479,8 @@ def begin(cache: Any, kept: Kept, most: int | None = None) -> Arena:
     """
     new = Arena()
     with torch.inference_mode(False):
-        memory = _memory_for(kept, capacity_for(kept.tokens, most))
+        rows = kept.each()[0].shape[0]
+        memory = _memory_for(kept, capacity_for(kept.tokens, model, rows))
     count = len(memory) // 2
     new.table.keys += memory[:count]
     new.table.values += memory[count:]

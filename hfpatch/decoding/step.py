@@ -288,8 +288,8 @@ class Decoder:
                 return self._serve_prompt(model, original, step, args, kwargs)
         try:
             if key in self.trusted_prompts:
-                most = caches.most_room(self.described.model, rows)
-                caches.begin(step.cache, kept, most).found_fit(self.described.model)
+                arena = caches.begin(step.cache, kept, self.described.model)
+                arena.found_fit(self.described.model)
                 self.prompts_served += 1
                 return self._result(logits, step.cache)
             ours = [t.clone() for t in kept.each()]
@@ -376,8 +376,7 @@ class Decoder:
                 if engine is None:
                     return None
                 if proven:
-                    most = caches.most_room(self.described.model, rows)
-                    arena = caches.take(step.cache, tokens, most)
+                    arena = caches.take(step.cache, tokens, self.described.model)
                     arena.found_fit(self.described.model)
                 else:
                     arena = caches.copied(step.cache, tokens)

@@ -270,11 +270,11 @@ def test_a_step_that_fails_is_the_originals(
     take = step.caches.take
     calls = []
 
-    def failing(cache: Any, tokens: int, most: int) -> Any:
+    def failing(cache: Any, tokens: int, model: Any) -> Any:
         calls.append(tokens)
         if len(calls) == 3:
             raise error("no room")
-        return take(cache, tokens, most)
+        return take(cache, tokens, model)
 
     monkeypatch.setattr(step.caches, "take", failing)
     with pytest.warns(RuntimeWarning, match="no room|no memory"):
