@@ -19,19 +19,7 @@ from hfpatch.foreign.inside import attributes_in, parts_of, side_by_side, tensor
 from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.nearby import Named, named_in, shaken, stretched, unlike
 from hfpatch.foreign.process import Process, unseeded
-from hfpatch.foreign.values import (
-    FEW,
-    FINITE,
-    OF_GRADIENTS,
-    OF_PLACES,
-    OF_TRUTHS,
-    OF_WEIGHTS,
-    PARTING,
-    SPECIAL,
-    fill,
-    is_a_table,
-    put,
-)
+from hfpatch.foreign.questions import LARGE, Question, questions_of
 from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import version
@@ -48,9 +36,6 @@ _FLOOR = 2.0**-10
 _NEIGHBOURS = 32
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
-#: Elements of the inputs from which on a handful of other values is asked about, and how many
-#: inputs are changed one by one with each.
-_LARGE, _INPUTS = 1 << 20, 4
 #: Of the largest gradient, what the others may be off in answer to values that no sample has.
 _GROSS = 0.05
 #: Times that the original is asked about numbers that are a rounding off, and what else they are
@@ -258,15 +243,15 @@ class _Comparison:
         and as small as the dtype holds, equal, sorted, NaN, infinite; and with other whole numbers
         and truth values. Nothing is compared where the original refuses them."""
         leaves = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor)]
-        few = few or sum(t.numel() for t in leaves) > _LARGE
+        few = few or sum(t.numel() for t in leaves) > LARGE
         on: _Modules | None = None
-        for question in _questions(self.inputs, self.module, few, recorded):
+        for question in questions_of(self.inputs, self.module, few, recorded):
             if on is None:
                 on = copied_apart(self.module, "it"), copied_apart(self.module, "it")
             if self._with_values(question, on, recorded) or question.of_weights:
                 on = None  # what a call wrote, e.g. a running mean that is NaN now, hides the next
 
-    def _with_values(self, question: _Question, on: _Modules, recorded: bool) -> bool:
+    def _with_values(self, question: Question, on: _Modules, recorded: bool) -> bool:
         """Whether the original wrote to what its module holds."""
         given = [_copied(self.inputs, requires_grad=recorded) for _ in range(2)]
         if not all(question.put(m, g) for m, g in zip(on, given, strict=True)):
@@ -321,7 +306,7 @@ class _Comparison:
             left.pop(f"module.{name}", None)
         return _Answer(results, gradients, left)
 
-    def _references(self, question: _Question, recorded: bool) -> tuple[list[Named], list[Named]]:
+    def _references(self, question: Question, recorded: bool) -> tuple[list[Named], list[Named]]:
         """What the original gives of numbers that are a rounding off, and in fp64; and of larger
         and of smaller ones."""
         near: list[Named] = []
@@ -443,69 +428,6 @@ class _Answer:
             *named_in(self.results),
             *(pair for name, held in self.left.items() for pair in named_in(held, name)),
         ]
-
-
-@dataclass(frozen=True)
-class _Question:
-    """Values to be put in the place of others.
-
-    Attributes:
-        what: what they are called.
-        put: puts them into a module and its inputs; False where these do not take them.
-        of_weights: whether it changes the module.
-        of_gradients: whether gradients are compared, where they are recorded.
-    """
-
-    what: str
-    put: Callable[[nn.Module, Any], bool]
-    of_weights: bool = False
-    of_gradients: bool = False
-
-
-def _questions(inputs: Any, module: nn.Module, few: bool, recorded: bool) -> Iterator[_Question]:
-    """Of all floating inputs at once and of each by itself; of weights; of each one of whole
-    numbers, where a place that is not there is an exception, as on a CPU, and of truth values."""
-    firsts: dict[int, int] = {}
-    for i, t in enumerate(pytree.tree_leaves(inputs)):
-        if isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and t.numel():
-            firsts.setdefault(id(t), i)
-    leaves = pytree.tree_leaves(inputs)
-    floats = [i for i in firsts.values() if leaves[i].is_floating_point()]
-    no_tables = [i for i in floats if not is_a_table(leaves[i])]
-    for name, pattern in (FINITE | SPECIAL).items():
-        if few and name not in FEW and not (recorded and name in OF_GRADIENTS):
-            continue
-        taking = no_tables if name in PARTING else floats
-        together = [taking] if taking else []
-        alone = [[i] for i in taking[:_INPUTS]] if len(taking) > 1 else []
-        for places in (*together, *alone):
-            where = "" if len(places) == len(floats) else f" in input {places[0]}"
-
-            def into(on: Any, given: Any, places: Any = places, pattern: Any = pattern) -> bool:
-                held = pytree.tree_leaves(given)
-                return all(fill(held[i], pattern) for i in places)
-
-            yield _Question(f"{name}{where}", into, of_gradients=name in OF_GRADIENTS)
-    if recorded:
-        return
-    for name, pattern in OF_WEIGHTS.items() if not few else ():
-
-        def weights(on: nn.Module, given: Any, pattern: Any = pattern) -> bool:
-            held = [p for p in on.parameters() if type(p) is nn.Parameter]
-            return sum(fill(p, pattern) for p in held) > 0
-
-        yield _Question(f"{name} in its parameters", weights, of_weights=True)
-    for i in firsts.values():
-        t = leaves[i]
-        is_place = not t.is_floating_point() and not t.is_complex() and t.device.type == "cpu"
-        of = OF_TRUTHS if t.dtype == torch.bool else OF_PLACES if is_place else {}
-        for name, change in of.items() if t.dim() and t.layout == torch.strided else ():
-
-            def others(on: nn.Module, given: Any, i: int = i, change: Any = change) -> bool:
-                held = pytree.tree_leaves(given)[i]
-                return put(held, change(held.clone()))
-
-            yield _Question(f"{name} in input {i}", others)
 
 
 def _compare_grossly(ours: list[Tensor], theirs: list[Tensor], what: str) -> None:
