@@ -11,14 +11,14 @@ from torch import nn
 
 from hfpatch.blocks import projections
 from hfpatch.blocks.base import BlockSubject
-from hfpatch.planning.families import FAMILIES
+from hfpatch.planning.families import all_families
 
 
 def groups_of(root: nn.Module) -> list[list[Any]]:
     """The groups that the fused blocks of `root` ask for."""
     groups: list[list[Any]] = []
     for module in root.modules():
-        for family in FAMILIES:
+        for family in all_families():
             subject = family.examine(module) if family.nominates(module) else None
             if isinstance(subject, BlockSubject):
                 groups += subject.packs()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from hfpatch.leaves.activations import Activations
 from hfpatch.leaves.attention import AttentionProcessors
@@ -79,16 +78,3 @@ def named(name: str) -> tuple[Family, ...]:
 def all_families() -> tuple[Family, ...]:
     """Every family; imports all of them."""
     return tuple(sorted((*map(of_block, BLOCKS), *_LEAVES), key=lambda f: f.rank))
-
-
-if TYPE_CHECKING:
-    FAMILIES: tuple[Family, ...]
-
-
-def __getattr__(name: str) -> tuple[Family, ...]:
-    if name == "FAMILIES":
-        return all_families()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["BLOCKS", "FAMILIES", "all_families", "named"]
