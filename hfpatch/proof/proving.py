@@ -167,9 +167,7 @@ def _uncached() -> Iterator[None]:
     try:
         yield
     finally:
-        if (
-            parametrize._cache is ours
-        ):  # else the context of another thread has ended, and cleared it
+        if parametrize._cache is ours:  # else another thread's context has ended, and cleared it
             parametrize._cache = kept
 
 
