@@ -7,13 +7,12 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "python_torch.h"
 
 namespace {
-
-constexpr const char *kNoted = "hfpatch.noted";
 
 // What objects held. It keeps them and what they held alive: an address is nobody else's meanwhile.
 class Noted {
@@ -22,6 +21,12 @@ class Noted {
     for (PyObject *object : kept_) Py_DECREF(object);
   }
   virtual bool same() = 0;
+  // What Python's collector asks: a model's parts may hold what looks at them.
+  int visit(visitproc visited, void *arg) const {
+    for (PyObject *object : kept_)
+      if (const int stop = visited(object, arg)) return stop;
+    return 0;
+  }
 
  protected:
   PyObject *keep(PyObject *object) {
@@ -161,17 +166,50 @@ class NotedPlaces : public Noted {
   std::vector<Place> places_;
 };
 
+// What a question has as its `__self__`: a capsule would hide from Python's collector what it keeps.
+struct Holder {
+  PyObject ob_base;
+  Noted *noted;  // null once the collector took it apart
+};
+
+int holder_clear(PyObject *self) {
+  delete std::exchange(reinterpret_cast<Holder *>(self)->noted, nullptr);
+  return 0;
+}
+
+int holder_traverse(PyObject *self, visitproc visited, void *arg) {
+  if (const int stop = visited(reinterpret_cast<PyObject *>(Py_TYPE(self)), arg)) return stop;
+  const Noted *noted = reinterpret_cast<Holder *>(self)->noted;
+  return noted != nullptr ? noted->visit(visited, arg) : 0;
+}
+
+void holder_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  holder_clear(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(reinterpret_cast<PyObject *>(type));
+}
+
+PyType_Slot holder_slots[] = {{Py_tp_traverse, reinterpret_cast<void *>(holder_traverse)},
+                              {Py_tp_clear, reinterpret_cast<void *>(holder_clear)},
+                              {Py_tp_dealloc, reinterpret_cast<void *>(holder_dealloc)},
+                              {0, nullptr}};
+PyType_Spec holder_spec = {"hfpatch_kernels.Noted", sizeof(Holder), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, holder_slots};
+
 PyObject *noted_is_same(PyObject *self, PyObject *) {
-  return PyBool_FromLong(static_cast<Noted *>(PyCapsule_GetPointer(self, kNoted))->same());
+  Noted *noted = reinterpret_cast<Holder *>(self)->noted;
+  return PyBool_FromLong(noted != nullptr && noted->same());
 }
 PyMethodDef noted_method = {"is_same", noted_is_same, METH_NOARGS, "Whether it is what was noted."};
 
 PyObject *question_of(std::unique_ptr<Noted> noted) {
-  PyObject *self = PyCapsule_New(noted.get(), kNoted, [](PyObject *capsule) {
-    delete static_cast<Noted *>(PyCapsule_GetPointer(capsule, kNoted));
-  });
+  static PyObject *const type = PyType_FromSpec(&holder_spec);
+  if (type == nullptr) return nullptr;
+  PyObject *self = PyType_GenericAlloc(reinterpret_cast<PyTypeObject *>(type), 0);
   if (self == nullptr) return nullptr;
-  noted.release();
+  reinterpret_cast<Holder *>(self)->noted = noted.release();
   PyObject *question = PyCFunction_New(&noted_method, self);
   Py_DECREF(self);
   return question;

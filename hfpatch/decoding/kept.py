@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,54 @@ class Choice:
         return bool(self.devices)
 
 
-#: By model; the values are `hfpatch.decoding.step.Decoder`.
-decoders: PerObject[nn.Module, Any] = PerObject()
+class Decoders:
+    """By model; the values are `hfpatch.decoding.step.Decoder`.
+
+    A decoder holds its model's layers. It belongs to the model's patched forward: so Python's
+    collector finds all of a deleted model at once. Held from here, the layers would stay until it
+    looks again.
+    """
+
+    def __init__(self) -> None:
+        self._of: PerObject[nn.Module, tuple[weakref.ref[Any], weakref.ref[Any]]] = PerObject()
+
+    def keep(self, model: nn.Module, decoder: Any, owner: PerObject[nn.Module, Any]) -> None:
+        """Let `decoder` be the one of `model` for as long as `owner` is there."""
+        owner[model] = decoder
+        self._of[model] = weakref.ref(decoder), weakref.ref(owner)
+
+    def get(self, model: nn.Module) -> Any:
+        """A model's decoder, or None."""
+        found = self._of.get(model)
+        return None if found is None else found[0]()
+
+    def __getitem__(self, model: nn.Module) -> Any:
+        decoder = self.get(model)
+        if decoder is None:
+            raise KeyError(f"a `{type(model).__name__}`")
+        return decoder
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return self.get(model) is not None
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def drop(self, model: nn.Module) -> None:
+        """Free a model's decoder, if it has one; copies of the model may share its owner."""
+        found = self._of.pop(model, None)
+        owner = None if found is None else found[1]()
+        if owner is not None:
+            owner.pop(model, None)
+
+
+decoders = Decoders()
 
 
 def release(modules: Iterable[nn.Module]) -> None:
     """Free the engines of those modules that have any."""
     for module in modules if decoders else ():
-        decoders.pop(module, None)
+        decoders.drop(module)
 
 
 def notes(model: nn.Module) -> tuple[str, ...]:

@@ -142,12 +142,10 @@ def _decide(
     )
 
     def make() -> Any:
-        step.keep(root, described, choice)
-        return step.adapter(forward_of_class, choice)
+        return step.adapter(forward_of_class, root, described, choice)
 
     def over(forward: Any) -> Any:
-        step.keep(root, described, choice)
-        return step.adapter(forward, choice)
+        return step.adapter(forward, root, described, choice)
 
     own = loop.method_for(root)
     brings = {} if own is None else {"generate": own}

@@ -33,6 +33,7 @@ from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
 from hfpatch.graphs.captures import Pool
 from hfpatch.graphs.keys import NotCapturable
+from hfpatch.per_object import PerObject
 from hfpatch.proof.subject import Forward, watched
 from hfpatch.proof.unchanged import calls_otherwise
 from hfpatch.regions.deferred import nothing_captured
@@ -611,9 +612,17 @@ def unsupported(model: Any) -> str | None:
     return engine.unsupported(model, 1)
 
 
-def adapter(original: Forward, choice: Choice) -> Forward:
+def adapter(
+    original: Forward, model: nn.Module, described: Described | str, choice: Choice
+) -> Forward:
     """The forward that replaces a model's own: the steps that were asked for by an engine, all else
-    by `original`."""
+    by `original`.
+
+    Args:
+        described: what was found of `model` while it was planned.
+    """
+    owner: PerObject[nn.Module, Decoder] = PerObject()
+    decoders.keep(model, Decoder(described, model, choice), owner)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -622,7 +631,8 @@ def adapter(original: Forward, choice: Choice) -> Forward:
         if held is None:  # a copy of a patched model
             if not _is_itself(self):
                 return original(self, *args, **kwargs)
-            held = decoders[self] = Decoder(_describe(self), self, choice)
+            held = Decoder(_describe(self), self, choice)
+            decoders.keep(self, held, owner)
         return held.run(self, original, args, kwargs)
 
     return forward
@@ -639,8 +649,3 @@ def _describe(model: nn.Module) -> Described | str:
         return describe(model)
     except Unexplained as e:
         return str(e)
-
-
-def keep(model: nn.Module, described: Described, choice: Choice) -> None:
-    """What the calls of `model` will use, which was found while it was planned."""
-    decoders[model] = Decoder(described, model, choice)

@@ -200,3 +200,22 @@ def test_memory_beside_the_cache_is_a_twentieth_of_the_weights(device: str, rows
         gc.collect()
         assert torch.cuda.memory_allocated() - before <= 0.05 * weights
     assert kept.decoders[patched].prompts_served
+
+
+def test_a_deleted_model_gives_its_memory_back(device: str) -> None:
+    """After one pass of Python's collector, its graphs included."""
+    config = Qwen3Config(hidden_size=1024, num_hidden_layers=8, vocab_size=32000)
+    left = []
+    for _ in range(2):
+        with torch.device(device):
+            model: Any = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+        hfpatch.apply(model)
+        for rows in (1, 2):
+            for _ in range(2):
+                inputs = on(device, prompts(rows, 100))
+                model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert kept.decoders[model].steps and kept.decoders[model].prompts_served
+        del model, inputs
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] <= left[0] + 2**20, left
