@@ -12,6 +12,7 @@ from torch import nn
 
 from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
+from hfpatch.collector import young_only
 from hfpatch.kernels.kernelized import OVERWRITTEN
 from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
@@ -136,7 +137,7 @@ def apply(
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     timed = gains.check_choice(gain, settings.training)
     name, roots = _roots(model)
-    with outside_modes():
+    with outside_modes(), young_only():
         decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
@@ -147,7 +148,8 @@ def apply(
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     try:
-        _commit(roots, prepared, partial(_remember, roots, decided, asked))
+        with young_only():
+            _commit(roots, prepared, partial(_remember, roots, decided, asked))
     except BaseException:
         kept.release(_modules(roots))  # those of adapters that were made and taken off again
         raise
@@ -192,7 +194,7 @@ def plan(
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
     gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
-    with outside_modes():
+    with outside_modes(), young_only():
         decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 
