@@ -39,7 +39,7 @@ EMPTY = "its cache is empty"
 #: New tokens that an arena has room for beside an eighth of those that are there; fewer where that
 #: would be more than this share of the weights' bytes, but never fewer than the least.
 _ROOM, _LEAST_ROOM = 256, 32
-_SHARE = 0.04
+_SHARE = 0.02
 
 
 def given(kwargs: Mapping[str, Any]) -> Any:

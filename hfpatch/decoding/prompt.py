@@ -23,6 +23,9 @@ from hfpatch.graphs.captures import Pool, recorded, unowned
 #: Lengths that prompts are filled up to, and tokens of all rows together at most.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 MOST_TOKENS = 4096
+#: From this many on, keys and values are put together layer by layer: they lie in memory once then,
+#: for a launch a layer.
+_MANY_TOKENS = 512
 _GATED = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 
 
@@ -147,24 +150,34 @@ class PromptEngine:
         tables = [self._table(rope) for rope in model.ropes]
         seen: dict[int | None, Tensor | None] = {}
         keys, values = [], []
+        count = len(model.layers)
+        alike = len({(m.attention.key_heads, m.attention.head_dim) for m in model.layers}) == 1
+        early = alike and self.rows * self.length >= _MANY_TOKENS
+        whole: Tensor | None = None
         start = self._normed(x, model.layers[0].before_attention)
-        for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
+        for i, layer in enumerate(model.layers):
+            following = model.layers[i + 1] if i + 1 < count else None
             a = layer.attention
             window = None if a.window is None or a.window >= self.length else a.window
             if window not in seen:
                 seen[window] = self._seen(window)
             norm = None if following is None else following.before_attention
             x, start, k, v = self._layer(x, start, layer, norm, tables, seen[window])
+            if early:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+                whole = k.new_empty(2 * count, *k.shape) if whole is None else whole
+                torch._foreach_copy_([whole[i], whole[count + i]], [k, v])
+                continue
             keys.append(k)
             values.append(v)
         x = self._normed(x.index_select(1, self._last), model.final_norm)
         logits = x.new_empty(self.rows, 1, model.head.weight.shape[0])
         reference.finish(x, self._head, logits, None)
         parts = (*keys, *values)
-        if len({t.shape for t in parts}) > 1:
+        if not alike:
             return logits, Kept(None, parts, self.length)
-        # as products and kernels leave them: one launch
-        whole = torch.stack([t.transpose(1, 2) for t in parts])
+        if whole is None:  # as products and kernels leave them: one launch
+            whole = torch.stack([t.transpose(1, 2) for t in parts])
         return logits, Kept(whole, (), self.length)
 
     def _seen(self, window: int | None) -> Tensor | None:

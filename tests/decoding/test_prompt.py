@@ -14,7 +14,7 @@ from decoding.families import FAMILIES, make, prompts
 from transformers import DynamicCache
 
 import hfpatch
-from hfpatch.decoding import kept, step
+from hfpatch.decoding import kept, prompt, step
 from hfpatch.decoding.prompt import BUCKETS, MOST_TOKENS, bucket_for
 from hfpatch.regions import offer
 
@@ -22,6 +22,7 @@ from hfpatch.regions import offer
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "PROMPT_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(prompt, "_MANY_TOKENS", 64)  # two rows of 32: both ways are gone
 
 
 def served(model: Any) -> int:
