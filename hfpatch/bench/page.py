@@ -89,6 +89,7 @@ def _render(results: Path, gpu: str, also: str, first: bool) -> str:
         ("loss", _losses),
         ("ops", partial(_ops, pictures=first)),
         ("host", lambda found: _host(found[-1])),
+        ("start", lambda found: _start(found[-1])),
     ):
         found = _all(results, suite, gpu)
         parts += [section(found)] if found else []
@@ -437,6 +438,28 @@ def _host(result: Result) -> str:
             "alone. Ops over lists: PyTorch's own (fused, or foreach) over the same lists.\n"
         )
     return "\n".join(lines)
+
+
+_START = {
+    "`import hfpatch` s": "import_s",
+    "`apply` s": "apply_s",
+    "the machine's first process s": "first_process_s",
+    "again s": "again_s",
+    "first call s": "first_call_s",
+    "a later call s": "call_s",
+}
+
+
+def _start(result: Result) -> str:
+    rows = ((r["model"], *(f"{r[key]:.2f}" for key in _START.values())) for r in result["rows"])
+    return "\n".join([
+        "## `apply` in a fresh process\n",
+        _source(result, "python benchmarks/start.py"),
+        *_table(("bf16", *_START), rows),
+        "The least of three processes; that of the first one may find files that are not in memory "
+        "yet. The first call includes what is made or captured in it, of models of text a text of "
+        "16 tokens.\n",
+    ])  # fmt: skip
 
 
 def _cpu(result: Result) -> str:
