@@ -89,7 +89,7 @@ def _render(results: Path, gpu: str, also: str, first: bool) -> str:
         ("loss", _losses),
         ("ops", partial(_ops, pictures=first)),
         ("host", lambda found: _host(found[-1])),
-        ("start", lambda found: _start(found[-1])),
+        ("start", _start),
     ):
         found = _all(results, suite, gpu)
         parts += [section(found)] if found else []
@@ -450,16 +450,18 @@ _START = {
 }
 
 
-def _start(result: Result) -> str:
-    rows = ((r["model"], *(f"{r[key]:.2f}" for key in _START.values())) for r in result["rows"])
-    return "\n".join([
-        "## `apply` in a fresh process\n",
-        _source(result, "python benchmarks/start.py"),
-        *_table(("bf16", *_START), rows),
+def _start(found: Sequence[Result]) -> str:
+    lines = ["## `apply` in a fresh process\n"]
+    for result in found:
+        rows = ((r["model"], *(f"{r[k]:.2f}" for k in _START.values())) for r in result["rows"])
+        lines += [_source(result, "python benchmarks/start.py")]
+        lines += _table(("bf16", *_START), rows)
+    lines.append(
         "The least of three processes; that of the first one may find files that are not in memory "
-        "yet. The first call includes what is made or captured in it, of models of text a text of "
-        "16 tokens.\n",
-    ])  # fmt: skip
+        "yet. The first call includes what is made or captured in it; of models of text it is a "
+        "text of 16 tokens.\n"
+    )
+    return "\n".join(lines)
 
 
 def _cpu(result: Result) -> str:
