@@ -36,9 +36,9 @@ HFP_INLINE void key_scores(const char *keys, int64_t step, int64_t count, const 
                            int64_t dim, float *out) {
   int64_t j = 0;
   for (; j + 4 <= count; j += 4) {
-    dot_block<Stored<T>, 4, 1>(keys + j * step, step, query, 0, dim, out + j, 0);
+    dot_block<Stored<T>, 4, 1>(keys + j * step, step, query, 0, dim, out + j, 0, 1);
   }
-  for (; j < count; ++j) dot_block<Stored<T>, 1, 1>(keys + j * step, step, query, 0, dim, out + j, 0);
+  for (; j < count; ++j) dot_block<Stored<T>, 1, 1>(keys + j * step, step, query, 0, dim, out + j, 0, 1);
 }
 
 // sums[d] = sums[d] * by + sum over j of weight[j] * values[j][d]

@@ -42,12 +42,10 @@ struct Bytes {
   }
 };
 
-// out[m * pitch + n] = x[m] . w[n] for N rows of w and M of x.
+// out[m * pitch + n * out_step] = x[m] . w[n] for N rows of w, `apart` bytes from each other, and M of x.
 template <class W, int N, int M>
-HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t x_step,
-                          int64_t columns, float *out, int64_t pitch) {
-  // Short rows end before the processor has seen that they are read in order: the next ones are asked for.
-  const int64_t ahead = w_step <= 4096 ? N * w_step : 1024;
+HFP_INLINE void dot_block(const char *w, int64_t apart, const float *x, int64_t x_step,
+                          int64_t columns, float *out, int64_t pitch, int64_t out_step) {
   vf sum[N][M] = {};
   int64_t k = 0;
   for (; k + kLanes <= columns; k += kLanes) {
@@ -58,9 +56,7 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
     }
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const char *p = w + n * w_step + k * W::kBytes;
-      __builtin_prefetch(p + ahead);
-      const vf weight = W::get(p);
+      const vf weight = W::get(w + n * apart + k * W::kBytes);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) sum[n][m] = fma(weight, given[m], sum[n][m]);
     }
@@ -69,7 +65,7 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
     const int64_t left = columns - k;
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const vf weight = W::some(w + n * w_step + k * W::kBytes, left);
+      const vf weight = W::some(w + n * apart + k * W::kBytes, left);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const char *p = reinterpret_cast<const char *>(x + m * x_step + k);
@@ -80,48 +76,44 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
 #pragma GCC unroll 8
   for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) out[m * pitch + n] = sum_lanes(sum[n][m]);
+    for (int m = 0; m < M; ++m) out[m * pitch + n * out_step] = sum_lanes(sum[n][m]);
   }
 }
 
 // All rows of x; as many of each at a time as there are registers for.
 template <class W, int N>
-static void dot_rows(const char *w, int64_t w_step, const float *x, int64_t x_step, int64_t rows,
-                     int64_t columns, float *out, int64_t pitch) {
+static void dot_rows(const char *w, int64_t apart, const float *x, int64_t x_step, int64_t rows,
+                     int64_t columns, float *out, int64_t pitch, int64_t out_step) {
 #if defined(__x86_64__) && HFP_SIMD_LEVEL < 2
   constexpr int kMost = 2;  // of 16 registers
 #else
   constexpr int kMost = 4;  // of 32
 #endif
   int64_t m = 0;
-  if constexpr (N > 4) {  // for one row; the others in two halves
-    if (rows == 1) return dot_block<W, N, 1>(w, w_step, x, x_step, columns, out, pitch);
-    dot_rows<W, N / 2>(w, w_step, x, x_step, rows, columns, out, pitch);
-    dot_rows<W, N / 2>(w + N / 2 * w_step, w_step, x, x_step, rows, columns, out + N / 2, pitch);
-  } else {
-    for (; m + kMost <= rows; m += kMost) {
-      dot_block<W, N, kMost>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
-    }
-    for (; m < rows; ++m) {
-      dot_block<W, N, 1>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
-    }
+  for (; m + kMost <= rows; m += kMost) {
+    dot_block<W, N, kMost>(w, apart, x + m * x_step, x_step, columns, out + m * pitch, pitch, out_step);
+  }
+  for (; m < rows; ++m) {
+    dot_block<W, N, 1>(w, apart, x + m * x_step, x_step, columns, out + m * pitch, pitch, out_step);
   }
 }
 
-constexpr int64_t kDotRows = 8;  // rows of a weight at a time
+// A weight is read at so many places side by side, from each of them on in order, so that the processor
+// reads ahead at each. Rows that lie next to each other it takes for one place: half the speed.
+constexpr int kPlaces = 4;
+constexpr int64_t kShareOfRows = 8;  // threads' shares of a weight are of so many rows, or times that
 
-// Of rows [n, n + count) of a weight, at most kDotRows, with all rows of x; no bias.
+// Of rows [n, n + count) of a weight with all rows of x; no bias. Many rows at once are read fastest.
 template <class W>
 static void dots_of(const DecodeProduct &p, int64_t n, int64_t count, const float *x, int64_t x_step,
                     int64_t rows, float *out, int64_t pitch) {
-  const int64_t step = p.stride * W::kBytes;
+  const int64_t step = p.stride * W::kBytes, each = count / kPlaces;
   const char *w = static_cast<const char *>(p.weight) + n * step;
-  if (count == kDotRows) {
-    dot_rows<W, kDotRows>(w, step, x, x_step, rows, p.in, out, pitch);
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      dot_rows<W, 1>(w + i * step, step, x, x_step, rows, p.in, out + i, pitch);
-    }
+  for (int64_t i = 0; i < each; ++i) {
+    dot_rows<W, kPlaces>(w + i * step, each * step, x, x_step, rows, p.in, out + i, pitch, each);
+  }
+  for (int64_t i = each * kPlaces; i < count; ++i) {
+    dot_rows<W, 1>(w + i * step, 0, x, x_step, rows, p.in, out + i, pitch, 1);
   }
   if constexpr (W::kScaled) {
     for (int64_t i = 0; i < count; ++i) {
@@ -143,15 +135,11 @@ static void dots(const DecodeProduct &p, int64_t n, int64_t count, const float *
 template <DType T>
 static void product_rows(const DecodeProduct &p, const float *x, int64_t x_step, int64_t rows,
                          float clip, float *out, int64_t pitch, int64_t begin, int64_t end) {
-  int64_t n = begin;
-  for (; n < end; n += kDotRows) {
-    const int64_t count = end - n < kDotRows ? end - n : kDotRows;
-    dots<T>(p, n, count, x, x_step, rows, out + n, pitch);
-  }
+  dots<T>(p, begin, end - begin, x, x_step, rows, out + begin, pitch);
   const char *bias = static_cast<const char *>(p.bias);
   if (T == DType::F32 && !bias && clip == 0.0f) return;
   for (int64_t m = 0; m < rows; ++m) {
-    for (n = begin; n < end; n += kLanes) {
+    for (int64_t n = begin; n < end; n += kLanes) {
       const int64_t count = end - n < kLanes ? end - n : kLanes;
       char *at = reinterpret_cast<char *>(out + m * pitch + n);
       vf y = load_up_to<DType::F32>(at, count);

@@ -114,7 +114,7 @@ static void mlp(const DecodeThread &t, const DecodeLayer &layer, const float *x)
   const DecodeBuffers &b = *t.buffers;
   const int64_t rows = args.queries(), width = args.width, inner = layer.up.out;
   float *gate = t.base + b.gate, *up = t.base + b.up;
-  const Share columns(inner, t.index, t.size, kDotRows);
+  const Share columns(inner, t.index, t.size, kShareOfRows);
   const bool gated = layer.gate.weight != nullptr;
   if (gated) {
     product_rows<T>(layer.gate, x, width, rows, 0.0f, gate, inner, columns.begin, columns.end);
@@ -125,7 +125,7 @@ static void mlp(const DecodeThread &t, const DecodeLayer &layer, const float *x)
                     columns.begin, columns.end);
   }
   wait_for_team(*t.team);
-  const Share out(width, t.index, t.size, kDotRows);
+  const Share out(width, t.index, t.size, kShareOfRows);
   product_rows<T>(layer.down, up, inner, rows, 0.0f, t.base + b.mlp_out, width, out.begin, out.end);
 }
 
@@ -137,13 +137,13 @@ static void run_layer(const DecodeThread &t, int64_t index, float *stream, float
   const int64_t rows = args.queries(), width = args.width;
   const float *x = normed<T>(args, layer.before_attention, stream, given);
   const DecodeProduct *const products[] = {&layer.q, &layer.k, &layer.v};
-  const Share heads(layer.qkv_width(), t.index, t.size, kDotRows);
+  const Share heads(layer.qkv_width(), t.index, t.size, kShareOfRows);
   products_share<T>(products, 3, x, width, rows, layer.clip, t.base + b.qkv, layer.qkv_width(),
                     heads.begin, heads.end);
   wait_for_team(*t.team);
   attend<T>(t, layer, index);
   wait_for_team(*t.team);
-  const Share out(width, t.index, t.size, kDotRows);
+  const Share out(width, t.index, t.size, kShareOfRows);
   float *attention = t.base + b.attention_out;
   product_rows<T>(layer.o, t.base + b.attended, layer.q_width(), rows, 0.0f, attention, width,
                   out.begin, out.end);
@@ -200,17 +200,16 @@ static void finish(const DecodeThread &t, const float *stream, float *given) {
   const float *first = x + (step - 1) * width;
   const DecodeProduct &p = args.head;
   const char *bias = static_cast<const char *>(p.bias);
-  constexpr int64_t kAtOnce = 4;  // rows of x
-  const Share share(vocab, t.index, t.size, kDotRows);
-  for (int64_t n = share.begin; n < share.end; n += kDotRows) {
-    const int64_t count = share.end - n < kDotRows ? share.end - n : kDotRows;
+  constexpr int64_t kAtOnce = 4, kRows = 512;  // of x, of the head
+  float y[kAtOnce * kRows];
+  const Share share(vocab, t.index, t.size, kShareOfRows);
+  for (int64_t n = share.begin; n < share.end; n += kRows) {
+    const int64_t count = share.end - n < kRows ? share.end - n : kRows;
     for (int64_t m = 0; m < rows; m += kAtOnce) {
       const int64_t some = rows - m < kAtOnce ? rows - m : kAtOnce;
-      const float *given_rows = first + m * step * width;
-      float y[kAtOnce * kDotRows];
-      dots<T>(p, n, count, given_rows, step * width, some, y, kDotRows);
+      dots<T>(p, n, count, first + m * step * width, step * width, some, y, kRows);
       for (int64_t r = 0; r < some; ++r) {
-        float *row = y + r * kDotRows;
+        float *row = y + r * kRows;
         for (int64_t i = 0; bias && i < count; ++i) {
           row[i] += load_n<T>(bias + (n + i) * size_of(T), 1)[0];
         }
