@@ -25,7 +25,7 @@ from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
 from hfpatch.proof.around import writable_around
 from hfpatch.proof.copies import CannotReplicateError, deep_copied
-from hfpatch.proof.keys import code_of
+from hfpatch.proof.keys import classes_read_once, code_of
 from hfpatch.proof.proving import outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.proof.unchanged import hooks_on_all
@@ -77,7 +77,8 @@ def describe(model: nn.Module, planned: bool = False) -> Described:
             raise Unexplained(proven)
         check_attention(model)
         check_cache()
-        check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
+        with classes_read_once():
+            check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
         limit = rope_limit(text_config(model.config))
         return Described(proven.recipe.read(model), proven.proof, limit)
 
