@@ -32,6 +32,9 @@ OF_RESULTS = {
     "no NaN": "y.nan_to_num()",
     "a detour": "y.to(mutation_torch.bfloat16).to(y.dtype)",
     "a mode": "y if mutation_torch.is_grad_enabled() else y * 2",
+    "half a gradient": "y.detach() / 2 + y / 2",
+    "no gradient": "y.detach()",
+    "a gradient past a clamp": "y.clamp(-1e4, 1e4).detach() + (y - y.detach())",
 }
 
 

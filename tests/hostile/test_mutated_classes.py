@@ -55,6 +55,44 @@ def _result(module: nn.Module, call: tuple[Tensor, ...]) -> Any:
         return type(e)
 
 
+def _gradients(module: nn.Module, call: tuple[Tensor, ...]) -> Any:
+    """Of a call's inputs and of the parameters; None where there is none."""
+    given = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in call)
+    leaves = [x for x in (*given, *module.parameters()) if x.requires_grad]
+    try:
+        with torch.enable_grad():
+            y = module(*given)
+            upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+            return torch.autograd.grad(y, leaves, upstream.to(y.dtype), allow_unused=True)
+    except Exception as e:  # the module's own
+        return type(e)
+
+
+def _like_gradients(found: Any, expected: Any, exact: Any) -> bool:
+    """As `_alike`; a sum over all rows may cancel, so against the largest of each."""
+    if not isinstance(expected, tuple) or not isinstance(found, tuple):
+        return found is expected
+    true = exact if isinstance(exact, tuple) else (None,) * len(expected)
+    for y, want, best in zip(found, expected, true, strict=True):
+        if y is None or want is None:
+            if (
+                y is not want
+                and not (y is None and not want.any())
+                and not (want is None and not y.any())
+            ):
+                return False
+            continue
+        if not torch.equal(y.isnan(), want.isnan()):
+            return False
+        y, want = y.double().nan_to_num(), want.double().nan_to_num()
+        allowed = 1e-3 * want.abs().max() + 1e-9 if want.numel() else 0.0
+        if best is not None and want.numel():
+            allowed = allowed + 4 * (want - best.nan_to_num()).abs().max()
+        if not bool(((y - want).abs() <= allowed).all()):
+            return False
+    return True
+
+
 def _alike(y: Any, expected: Any, exact: Any) -> bool:
     """`exact`: the same in fp64. Where that takes it far from fp32, as in a GELU's tail, `y` may
     be as far."""
@@ -71,7 +109,7 @@ def _alike(y: Any, expected: Any, exact: Any) -> bool:
     return bool(((y - expected).abs() <= allowed).all())
 
 
-def check(cls: type, module: nn.Module, mutation: str, folder: Path) -> str:
+def check(cls: type, module: nn.Module, mutation: str, folder: Path, mode: str) -> str:
     """What came of it."""
     with torch.no_grad():
         for p in module.parameters():  # ones and zeros hide what becomes of them
@@ -88,45 +126,54 @@ def check(cls: type, module: nn.Module, mutation: str, folder: Path) -> str:
     twin = copy.deepcopy(changed)
     model = nn.Sequential()
     model.add_module("norm", changed)
-    swapped = any(s.path == "norm" for s in hfpatch.apply(model).swaps)
+    model.train(mode == "training")
+    swapped = any(s.path == "norm" for s in hfpatch.apply(model, mode=mode).swaps)
     where = (f"{cls.__module__}.{cls.__name__}", mutation)
     if mutation in REFUSED:
         assert not swapped, where
         return "refused"
-    for training in (False, True) if mutation == "in training" else (False,):
+    trained = mode == "training"
+    for training in (False, True) if mutation == "in training" else (trained,):
         for m in (model, twin):
             m.train(training)
         for call in calls:
             exact = _result(copy.deepcopy(twin).double(), tuple(x.double() for x in call))
             assert _alike(_result(changed, call), _result(twin, call), exact), (*where, call)
+            exact = _gradients(copy.deepcopy(twin).double(), tuple(x.double() for x in call))
+            pair = _gradients(changed, call), _gradients(twin, call)
+            assert _like_gradients(*pair, exact), (*where, "gradients", call)
     return "right" if swapped else "refused"
 
 
-def _run(found: dict[type, nn.Module], folder: Path, share: int) -> tuple[Counter[str], int]:
+def _run(
+    found: dict[type, nn.Module], folder: Path, share: int, mode: str
+) -> tuple[Counter[str], int]:
     """How often each came of a mutation; how many classes are swapped as they are."""
     outcomes: Counter[str] = Counter()
     swapped = 0
     for i, (cls, module) in enumerate(found.items()):
         # else it may be another thing that a mutated class is refused for
-        swapped += check(cls, copy.deepcopy(module), "nothing", folder) == "right"
+        swapped += check(cls, copy.deepcopy(module), "nothing", folder, mode) == "right"
         for mutation in MUTATIONS[1:][i % share :: share]:
-            outcomes[check(cls, copy.deepcopy(module), mutation, folder)] += 1
+            outcomes[check(cls, copy.deepcopy(module), mutation, folder, mode)] += 1
     return outcomes, swapped
 
 
-def test_a_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_sample(mode: str, tmp_path: Path) -> None:
     found = leaves_of(SAMPLE)
-    outcomes, swapped = _run(found, tmp_path, 4)
+    outcomes, swapped = _run(found, tmp_path, 4, mode)
     assert len(found) >= 8 and swapped >= 4
     assert outcomes["refused"] >= 10 and outcomes["right"] >= 1
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_class(part: int, tmp_path: Path) -> None:
+def test_every_class(part: int, mode: str, tmp_path: Path) -> None:
     """Of all models in so many parts, each in less than the time that a test may take."""
     found = leaves_of("", diffusers=True, part=(part, PARTS))
-    outcomes, swapped = _run(found, tmp_path, 1)
+    outcomes, swapped = _run(found, tmp_path, 1, mode)
     print(f"part {part}: {len(found)} classes, {swapped} swapped as they are, {dict(outcomes)}")
     assert outcomes["no calls"] <= outcomes.total() / 2
     assert swapped or not found
