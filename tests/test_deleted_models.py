@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
+from support.cpu_graphs import CpuGraphs
 from torch import nn
 from transformers import BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -110,3 +111,35 @@ def test_a_copy_is_freed_without_its_original_and_the_other_way_round(
         gc.collect()  # a copy shares what its original's forward owns: the second pass frees that
         assert not any(part() is not None for part in parts)
         assert torch.equal(models[0].generate(_IDS, **_GREEDY), want)
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "settings"),
+    [
+        pytest.param(qwen, forward, {"decoding": False}, id="text"),
+        pytest.param(bert, forward, {"blocks": True}, id="encoder"),
+        pytest.param(ltx, video, {"gain": "time"}, id="diffusion"),
+    ],
+)
+def test_a_deleted_model_with_recordings_is_freed_in_one_pass(
+    make: Callable[[], nn.Module],
+    call: Callable[[Any], None],
+    settings: dict[str, Any],
+    kernels_dir: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = CpuGraphs(monkeypatch)
+    model = make().eval()
+    hfpatch.apply(model, cuda_graphs=True, **settings)
+    with torch.no_grad():
+        for _ in range(24):
+            call(model)
+    assert gpu.made and not any(graph.freed for graph in gpu.made)
+    graphs = [weakref.ref(graph) for graph in gpu.made]
+    gpu.made.clear()
+    parts = [(name, weakref.ref(part)) for name, part in model.named_modules()]
+    weights = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
+    del model
+    gc.collect()
+    assert [name for name, part in parts + weights if part() is not None] == []
+    assert not any(graph() is not None for graph in graphs)

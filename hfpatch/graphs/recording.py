@@ -12,6 +12,7 @@ the reason is in `hfpatch.status(model)`.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,7 @@ from hfpatch.graphs.keys import (
     global_state,
     rebuild_call,
 )
+from hfpatch.per_object import PerObject
 from hfpatch.planning import gain
 from hfpatch.planning.plan import Swap
 from hfpatch.planning.race import Race
@@ -256,6 +258,16 @@ def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return ", ".join(shapes) or "no tensor of its own"
 
 
+class Watches(PerObject[nn.Module, Watch]):
+    """What looks at the modules of models.
+
+    A watch holds these modules. It belongs to the model's patched forward: so Python's collector
+    finds all of a deleted model at once. Held beside the graphs, the layers would stay until it
+    looks again. The graphs are held elsewhere, by the model alone: they end before their memory
+    and their stream are another's, which the collector would free in any order.
+    """
+
+
 @dataclass
 class ModelGraphs:
     """The graphs of one model."""
@@ -277,7 +289,8 @@ class ModelGraphs:
     _resting: dict[Any, list[int]] = field(default_factory=dict)
     _signature: list[Any] | None = None
     _trusted: bool = False  # the last `look` found nothing that forbids graphs
-    _watch: Watch | None = None
+    #: Gives the watches, while they are there.
+    _watches: Callable[[], Watches | None] = field(default_factory=lambda: _for_good(Watches()))
     _pool: Any = None
     _last: Any = None  # (stream, event) of the last replay
     _lock: Any = field(default_factory=threading.RLock)
@@ -328,9 +341,12 @@ class ModelGraphs:
             NotCapturable: the model as it is, or a call of this kind, cannot be recorded.
         """
         self._trusted = False
-        if self._watch is None or not self._watch.is_current(model):
-            self._watch, self._signature = Watch(model), None
-        signature = self._watch.signature(model)
+        watch = self._watch_of(model)
+        if watch is None or not watch.is_current(model):
+            watch, self._signature = Watch(model), None
+            if (watches := self._watches()) is not None:
+                watches[model] = watch
+        signature = watch.signature(model)
         same = signature == self._signature
         if not same:
             seen = set(self._seen)  # blocks pack weights at their first calls: a call stays seen
@@ -379,7 +395,8 @@ class ModelGraphs:
     def _looked_at(self, key: Any, call: _Call) -> tuple[bool, Any]:
         full = self._by_answers(key, call.tensors)
         timed = self.times.get(full)
-        entry = None if timed is not None and timed[1].winner is None else self._in_place(full)
+        races = timed is not None and timed[1].winner is None
+        entry = None if races else self._in_place(full, call.model)
         if entry is not None:
             same, result = self._replay_then_look(entry, call, full)
             if same:
@@ -417,13 +434,21 @@ class ModelGraphs:
             self._drop(entry)
         return result
 
-    def _in_place(self, key: Any) -> _Recorded | None:
+    def _watch_of(self, model: nn.Module) -> Watch | None:
+        """What the last look at `model` looked through."""
+        watches = self._watches()
+        return None if watches is None else watches.get(model)
+
+    def _in_place(self, key: Any, model: nn.Module) -> _Recorded | None:
         """The graph of this kind of call if it may be replayed before `look`: what it reads is
         where it was, and the last look found nothing in the way."""
         entry = self.recorded.get(key)
-        if entry is None or not self._trusted or self._watch is None or self._signature is None:
+        if entry is None or not self._trusted or self._signature is None:
             return None
-        return entry if self._watch.addresses() == self._signature[ADDRESSES] else None
+        watch = self._watch_of(model)
+        if watch is None or watch.addresses() != self._signature[ADDRESSES]:
+            return None
+        return entry
 
     def _replay_then_look(self, entry: _Recorded, call: _Call, key: Any) -> tuple[bool, Any]:
         """Replay, and look whether the model changed while the GPU works: that takes the host
@@ -489,7 +514,8 @@ class ModelGraphs:
     def _settle(self, entry: _Recorded, model: nn.Module) -> None:
         """Its rehearsal may have moved weights, as packing does at a block's first fused call: the
         other graphs read where they were."""
-        if self._watch is None or (now := self._watch.signature(model)) == self._signature:
+        watch = self._watch_of(model)
+        if watch is None or (now := watch.signature(model)) == self._signature:
             return
         while self.recorded:
             self._drop(self.recorded.popitem()[1])
@@ -535,6 +561,11 @@ class ModelGraphs:
             )
 
 
+def _for_good(watches: Watches) -> Callable[[], Watches]:
+    """As a reference to them, which keeps them."""
+    return lambda: watches
+
+
 def _generator(device: torch.device) -> Any:
     return torch.cuda.default_generators[device.index]
 
@@ -549,13 +580,14 @@ def _first_line(error: Exception) -> str:
 
 def adapter(original: Forward, limit: int, auto: bool = False) -> Forward:
     """The forward that replaces a model's own."""
+    watches = Watches()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
         held = _graphs.get(self)  # per instance: a copied model has the same adapter
         if held is None:
-            held = _graphs[self] = ModelGraphs(limit, auto)
+            held = _graphs[self] = ModelGraphs(limit, auto, _watches=weakref.ref(watches))
         return held.run(self, original, args, kwargs)
 
     return forward
