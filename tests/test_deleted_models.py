@@ -39,6 +39,14 @@ def ltx() -> nn.Module:
     return LTXVideoTransformer3DModel(in_channels=16, out_channels=16, **heads, **widths)
 
 
+def parametrized() -> nn.Module:
+    """PyTorch gives each such layer a class of its own, whose closures hold the layer."""
+    model: Any = qwen()
+    for layer in model.model.layers:
+        nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
+    return model  # type: ignore[no-any-return]
+
+
 def text(model: Any) -> None:
     model.generate(_IDS, **_GREEDY)
     model.generate(_IDS.repeat(2, 1), **_GREEDY)
@@ -73,6 +81,9 @@ def training(model: Any) -> None:
         pytest.param(qwen, text, {"decoding": "int8"}, id="8 bits"),
         pytest.param(qwen, forward, {"decoding": False}, id="prefill"),
         pytest.param(qwen, training, {"mode": "training"}, id="training"),
+        pytest.param(parametrized, text, {}, id="parametrized"),
+        pytest.param(parametrized, text, {"blocks": True}, id="parametrized and blocks"),
+        pytest.param(parametrized, training, {"mode": "training"}, id="parametrized training"),
         pytest.param(bert, forward, {"blocks": True}, id="encoder"),
         pytest.param(ltx, video, {}, id="diffusion"),
     ],

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,11 +71,17 @@ def looks_gated(module: nn.Module) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _multiplies_activation(forward: Callable[..., Any], child: str) -> bool:
     """`child`: name of the one that is no linear layer, whatever it is called."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return isinstance(code, types.CodeType) and _code_multiplies(code, child)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_multiplies(code: types.CodeType, child: str) -> bool:
+    """The same of code: a function would keep its class, and what its closure has, alive."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return False
     function = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)), None)

@@ -230,16 +230,20 @@ def kept_while_planning(what: Any) -> dict[type, Any]:
 
 def code_of(module: nn.Module) -> tuple[Any, ...]:
     """The code that a module's forward can run: its class, every method's code with what that
-    reads (closures, defaults, globals), and the class's plain values."""
+    reads (closures, defaults, globals), and the class's plain values.
+
+    The class is not kept alive: that of a parametrized module holds the module.
+    """
     cls = type(module)
     known = kept_while_planning(code_of)
     if cls in known:
-        return (cls, known[cls])
+        found: tuple[Any, ...] = known[cls]
+        return found
     parts = tuple(
         (k, _Reader(objects=False).value(v)) for base in _bases(module) for k, v in _members(base)
     )
-    token = known[cls] = _tokens.setdefault(parts, _Token())
-    return (cls, token)
+    found = known[cls] = (Same(cls), _tokens.setdefault(parts, _Token()))
+    return found
 
 
 def _bases(module: nn.Module) -> list[type]:

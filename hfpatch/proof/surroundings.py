@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,27 +27,73 @@ from hfpatch.proof.subject import class_of
 #: Where code is looked into that the code of a class calls by name.
 _READ = ("diffusers", "transformers", "torch.nn")
 #: What holds functions beside modules: `x.softmax(-1)` is found there, whatever `x` is called.
-_TENSOR: tuple[Mapping[str, Any], ...] = tuple(vars(of) for of in torch.Tensor.__mro__[:2])
+_TENSOR: tuple[type, ...] = torch.Tensor.__mro__[:2]
 
+#: Where names are looked up: in a class, a module, or the globals of a function.
+_Holder = type | types.ModuleType | types.FunctionType
 #: What a name was looked up in, that one's name where it is PyTorch's, the name, and what it was.
-Found = tuple[Mapping[str, Any], str, str, Any]
+Found = tuple[_Holder, str, str, Any]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a name stood for. It is not kept alive: a function may hold the class that it is of, and
+    in a closure the module that its class was made for."""
+
+    name: str
+    ref: Callable[[], Any]
+    code: Any
+    #: Of a property or the like, in which the function is: its type.
+    around: type | None
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> _Named:
+        inner = function_in(value)
+        around = None if inner is value else type(value)
+        try:
+            ref: Callable[[], Any] = weakref.ref(inner)
+        except TypeError:  # None; PyTorch's own descriptors
+            ref = partial(_same, inner)
+        return cls(name, ref, getattr(inner, "__code__", None), around)
+
+    def holds(self, where: Mapping[str, Any]) -> bool:
+        now = where.get(self.name)
+        if self.around is not None:
+            if type(now) is not self.around:
+                return False
+            now = function_in(now)
+        if now is None and type(self.ref) is weakref.ref:  # both may be gone
+            return False
+        return self.ref() is now and getattr(now, "__code__", None) is self.code
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _names_of(holder: _Holder) -> Mapping[str, Any]:
+    return holder.__globals__ if isinstance(holder, types.FunctionType) else vars(holder)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What the code of one class, or of one function, names."""
+    """What the code of one class, or of one function, names. It holds neither."""
 
-    found: tuple[tuple[Mapping[str, Any], str, Any, Any], ...]
+    found: tuple[tuple[weakref.ref[_Holder], tuple[_Named, ...]], ...]
     key: tuple[Any, ...]
     #: A function that is not PyTorch's own.
     strange: str | None
 
     def holds(self) -> bool:
         """Whether every name still stands for what it did, which is asked rather than searched."""
-        return all(
-            where.get(name) is value and getattr(value, "__code__", None) is code
-            for where, name, value, code in self.found
-        )
+        for of, named in self.found:
+            holder = of()
+            if holder is None:
+                return False
+            where = _names_of(holder)
+            if not all(one.holds(where) for one in named):
+                return False
+        return True
 
 
 #: Whose code is read: the classes of modules, and functions that are called by no name.
@@ -98,18 +146,21 @@ def _read_of(of: _Coded) -> _Read:
 
 
 def _read(of: _Coded) -> _Read:
-    found: dict[tuple[int, str], Any] = {}  # most functions name much of what others do
+    # most functions name much of what others do
+    found: dict[int, tuple[weakref.ref[_Holder], dict[str, _Named]]] = {}
     key: dict[tuple[str, str], Any] = {}
     strange = None
     for holder, where, name, value in _named(of):
-        code = getattr(value, "__code__", None)
-        found.setdefault((id(holder), name), (holder, name, value, code))
+        _, named = found.setdefault(id(holder), (weakref.ref(holder), {}))
+        if name not in named:
+            named[name] = _Named.of(name, value)
         if where and (where, name) not in key:
-            key[where, name] = (Same(value), code)
+            key[where, name] = (Same(value), getattr(value, "__code__", None))
             if strange is None and not _is_torchs(value):
                 strange = f"{where}.{name}"
     ordered = tuple(sorted(key.items(), key=lambda item: item[0]))
-    return _Read(tuple(found.values()), ordered, strange)
+    each = tuple((ref, tuple(named.values())) for ref, named in found.values())
+    return _Read(each, ordered, strange)
 
 
 def _is_torchs(value: Any) -> bool:
@@ -127,14 +178,13 @@ def _named(of: _Coded) -> Iterator[Found]:
     for base in () if isinstance(of, types.FunctionType) else of.__mro__:
         if base in (nn.Module, object):
             continue
-        held = vars(base)
-        for name, value in held.items():
+        for name, value in vars(base).items():
             function = function_in(value)
             if isinstance(function, types.FunctionType) and (
                 not name.startswith("__") or name == "__call__"
             ):
                 left.append(function)
-                yield held, "", name, value
+                yield base, "", name, value
     seen: set[int] = set()
     while left:
         function = left.pop()
@@ -158,18 +208,23 @@ def _named(of: _Coded) -> Iterator[Found]:
 def _named_by(function: types.FunctionType) -> Iterator[Found]:
     names = names_of(function.__code__)
     held = function.__globals__
+    home_of = sys.modules.get(held.get("__name__", ""))
+    # a module's, where it is one's: that holds for all of its functions
+    holder: _Holder = function
+    if isinstance(home_of, types.ModuleType) and vars(home_of) is held:
+        holder = home_of
     places: list[types.ModuleType] = []
     for name in names:
         value = held.get(name)
         if isinstance(value, types.ModuleType):
             places.append(value)
-            yield held, held.get("__name__", ""), name, value  # another one may stand there
+            yield holder, held.get("__name__", ""), name, value  # another one may stand there
         elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
             home = value.__module__ or ""
-            yield held, home if home.partition(".")[0] == "torch" else "", name, value
+            yield holder, home if home.partition(".")[0] == "torch" else "", name, value
         for of in _TENSOR:
-            if name in of:
-                yield of, "torch.Tensor", name, of[name]
+            if name in vars(of):
+                yield of, "torch.Tensor", name, vars(of)[name]
                 break
             yield of, "", name, None  # of the class below it, by now
     seen: set[str] = set()
@@ -183,4 +238,4 @@ def _named_by(function: types.FunctionType) -> Iterator[Found]:
             if isinstance(value, types.ModuleType):
                 places.append(value)  # `torch.nn.functional.silu`
             elif callable(value) and not isinstance(value, type):
-                yield vars(place), place.__name__, name, value
+                yield place, place.__name__, name, value

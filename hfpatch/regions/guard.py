@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -93,8 +94,8 @@ def guard(
             continue
         above, _, name = path.rpartition(".")
         lines.append(f"w = {_holder(above, place, lines, scope)}['_modules'][{name!r}]")
-        scope[f"w{j}"] = type(layer)
-        lines.append(f"if type(w) is not w{j} and own_code(type(w)): return False")
+        cls = _class(scope, f"w{j}", type(layer))
+        lines.append(f"if type(w) is not {cls} and own_code(type(w)): return False")
         if weight is not None:
             dtype = _named(scope, weight.dtype)
             # none of its own: an adapter's, or a quantizer's
@@ -110,6 +111,17 @@ def guard(
     text += "    except (AttributeError, *incomparable):\n        return False\n    return True\n"
     exec(compile(text, "<hfpatch guard>", "exec"), scope)
     return scope["holds"]  # type: ignore[no-any-return]
+
+
+def _class(scope: dict[str, Any], name: str, cls: type) -> str:
+    """What stands for a class in the lines. One that no module names is not kept alive: that of a
+    parametrized layer holds the layer."""
+    home = getattr(sys.modules.get(cls.__module__), "__dict__", {})
+    if home.get(cls.__qualname__) is cls:
+        scope[name] = cls
+        return name
+    scope[name] = weakref.ref(cls)
+    return f"{name}()"
 
 
 def _has_own_code(cls: type) -> bool:
@@ -129,16 +141,16 @@ def _checks(
     i: int, path: str, module: nn.Module, numbers: Sequence[tuple[str, str]], scope: dict[str, Any]
 ) -> Iterator[str]:
     cls = class_of(module) if path == "" else type(module)
-    scope[f"c{i}"] = cls
+    same = _class(scope, f"c{i}", cls)
     if path == "":  # hooks on the block itself fire, and FSDP2 puts a class before it
-        yield f"if type(m{i}) is not c{i} and class_of(m{i}) is not c{i}: return False"
+        yield f"if type(m{i}) is not {same} and class_of(m{i}) is not {same}: return False"
     else:
         scope[f"f{i}"] = cls.forward
         hooks = " or ".join(f"d{i}[{h!r}]" for h in _HOOKS)
-        yield f"if type(m{i}) is not c{i} or c{i}.forward is not f{i}: return False"
+        yield f"if type(m{i}) is not {same} or {same}.forward is not f{i}: return False"
         scope[f"o{i}"] = own = coded(cls.forward)
         scope[f"k{i}"] = own.__code__
-        yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}): return False"
+        yield f"if o{i}.__code__ is not k{i} or otherwise({same}): return False"
         called = f"'_call_impl' in d{i} or ({DIRECT!r} in d{i} and has_own_call(d{i}))"
         yield f"if {called}: return False"
         yield f"if ({hooks}) and not is_idle(m{i}): return False"

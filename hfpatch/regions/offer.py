@@ -17,7 +17,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate
 from hfpatch.planning.settings import Settings, matches
-from hfpatch.proof.keys import attributes_of, code_of
+from hfpatch.proof.keys import Same, attributes_of, code_of
 from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, class_of, coded, is_dense, is_dtensor, watched
@@ -235,7 +235,7 @@ def _kind_of(
         )
         if path and is_wall(m):
             walls.append(path)
-            parts.append((path, type(m), own))
+            parts.append((path, Same(type(m)), own))  # see `code_of`
             continue
         leaf = leaves.get(id(m))
         if leaf is not None:

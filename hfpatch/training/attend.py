@@ -81,7 +81,6 @@ class Call:
         return {a.name: a.value(module) for a in self.own} | dict(reaching)
 
 
-@functools.lru_cache(maxsize=256)
 def _eager_of(cls: type) -> Any:
     forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     return getattr(forward, "__globals__", {}).get("eager_attention_forward")
