@@ -119,6 +119,33 @@ def test_blocks_are_timed_as_a_whole() -> None:
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
 
 
+def test_lengths_of_masks_are_not_timed_one_by_one() -> None:
+    """The last dimension of a mask is a text's length: of each of them no race would end."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
+    config = BertConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
+    model = BertModel(config).eval().requires_grad_(False)
+    hfpatch.apply(model, gain="time", blocks=True)
+    for length in range(33, 63):
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, :2] = 0  # else it is dropped
+        with torch.no_grad():
+            model(torch.full((2, length), 7), attention_mask=mask)
+    found = of_class(model, "BertLayer")
+    assert 1 <= len(found) <= 4
+    assert any(t.kept in ("original", "patched") for t in found)
+
+
+def test_sizes_that_are_timed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gain, "_MOST_SIZES", 3)
+    model = model_of()
+    hfpatch.apply(model, gain="time", decoding=False, blocks=False)
+    for n in range(1, 200, 8):
+        run(model, torch.full((1, n), 5), 1)
+    assert len(of_class(model, "MistralRMSNorm")) <= 3
+
+
 def test_calls_with_gradients_are_not_timed() -> None:
     model, given = MODELS["qwen3"]().eval(), ids(1, "cpu")
     hfpatch.apply(model, gain="time", decoding=False, blocks=False)

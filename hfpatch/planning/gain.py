@@ -36,6 +36,8 @@ _WHOLE = ("cuda_graphs", "decoding")
 _ROUNDS = 7
 #: Shapes that one kind remembers; a server sees many.
 _MOST = 1024
+#: Sizes of calls that one kind has times of; beyond them the oldest are forgotten.
+_MOST_SIZES = 256
 
 
 def check_choice(value: Any, training: bool) -> bool:
@@ -105,7 +107,7 @@ class Table:
         """Make a call whose way is not known yet, and time it where that can be done."""
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         device = tensors[0].device if tensors else None
-        size = (tuple(map(_size, tensors)), device)
+        size = (_width(tensors), tuple(map(_size, tensors)), device)
         held = kind.races.get(size)
         if held is not None and held[1].winner is not None:
             if len(kind.ways) >= _MOST:
@@ -115,6 +117,8 @@ class Table:
         if device is None or device.type not in ("cpu", "cuda") or not _can_be_timed(device):
             return call[_PATCHED](*args, **kwargs)
         if held is None:
+            while len(kind.races) >= _MOST_SIZES:
+                kind.races.pop(next(iter(kind.races), None), None)  # another thread may be first
             race = Race(self._host_counts, queued=True, rounds=_ROUNDS)
             held = kind.races[size] = (_described(tensors), race)
         race = held[1]
@@ -143,7 +147,7 @@ class Table:
                 "being timed" if race.winner is None else _KEPT[race.winner],
             )
             for kind in self.kinds.values()
-            for call, race in kind.races.values()
+            for call, race in list(kind.races.values())  # another thread may add one
         ]
 
 
@@ -181,9 +185,14 @@ def _exact(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _width(tensors: Sequence[Tensor]) -> int:
+    """The last dimension of what a module computes on; that of a mask is a length."""
+    return tensors[0].shape[-1] if tensors and tensors[0].dim() else 0
+
+
 def _size(t: Tensor) -> Any:
-    """What calls have in common that are timed as one: the last dimension, and about as much."""
-    return (t.shape[-1] if t.dim() else 0, t.numel().bit_length(), t.dtype)
+    """What calls have in common that are timed as one: about as much, and about as long rows."""
+    return (t.shape[-1].bit_length() if t.dim() else 0, t.numel().bit_length(), t.dtype)
 
 
 def _can_be_timed(device: torch.device) -> bool:
