@@ -126,6 +126,7 @@ def apply(
     from hfpatch.decoding import kept, offer
     from hfpatch.graphs import kept as graphs
     from hfpatch.planning import gain as gains
+    from hfpatch.proof.keys import classes_read_once
     from hfpatch.proof.proving import outside_modes
 
     started = time.perf_counter()
@@ -137,7 +138,7 @@ def apply(
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     timed = gains.check_choice(gain, settings.training)
     name, roots = _roots(model)
-    with outside_modes(), young_only():
+    with outside_modes(), young_only(), classes_read_once():
         decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
@@ -148,7 +149,7 @@ def apply(
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     try:
-        with young_only():
+        with young_only(), classes_read_once():  # adapters look at each module's class again
             _commit(roots, prepared, partial(_remember, roots, decided, asked))
     except BaseException:
         kept.release(_modules(roots))  # those of adapters that were made and taken off again
@@ -189,12 +190,13 @@ def plan(
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
     """
     from hfpatch.planning import gain as gains
+    from hfpatch.proof.keys import classes_read_once
     from hfpatch.proof.proving import outside_modes
 
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
     gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
-    with outside_modes(), young_only():
+    with outside_modes(), young_only(), classes_read_once():
         decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 

@@ -63,3 +63,33 @@ def test_each_leaf_of_a_second_model(layers: int, kernels_module: object) -> Non
         least = min(least, (time.process_time() - start) / len(report.swaps))
     assert len(report.swaps) == 3 * layers + 1
     assert least <= MOST
+
+
+def test_classes_are_read_once_whatever_the_number_of_layers(
+    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that generates text, whose steps look at each module's class as well."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hfpatch.proof import keys
+
+    own, reads = keys._members, []
+
+    def members(cls: type) -> object:
+        reads.append(cls)
+        return own(cls)
+
+    counts = []
+    for layers in (2, 12):
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=99,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).eval()
+        hfpatch.apply(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(keys, "_members", members)
+            reads.clear()
+            assert any(s.op == "decoding" for s in hfpatch.apply(model).swaps)
+        counts.append(len(reads))
+    assert counts[1] < 1.2 * counts[0]
