@@ -160,6 +160,15 @@ def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
     return _tensors(found.base), found
 
 
+def _fits(part: _Product | None, rows: int, columns: int) -> bool:
+    """Whether a product's weight and bias are of these sizes. Those of a pruned layer are others
+    than its configuration says, and a half takes several products as one."""
+    if part is None:
+        return False
+    weight, bias = part[0]
+    return weight.shape == (rows, columns) and (bias is None or bias.shape == (rows,))
+
+
 def _scales(parts: list[_Product | None]) -> tuple[float, ...]:
     if all(p is None or p[1] is None for p in parts):
         return ()
@@ -205,14 +214,15 @@ class _Norm:
                 return False
         return True
 
-    def is_plain(self, module: nn.Module, x: Tensor) -> bool:
+    def is_plain(self, module: nn.Module, x: Tensor, width: int) -> bool:
+        """width: of its rows. A weight of another shape is one for all of a row, or for each."""
         return all(
             t is None
             or (
                 plain(t)
                 and t.dtype == x.dtype
                 and t.device == x.device
-                and t.numel()
+                and t.shape == (width,)
                 and not misaligned(t)
             )
             for t in self.tensors(module)
@@ -309,10 +319,16 @@ class Runner:
         names = ("q",) if self._packed_qkv else ("q", "k", "v")
         parts = [_parts_of(products[name], x) for name in names]
         used = [(n, norms[i]) for i, n in ((0, self._before), (4, self._q_norm), (5, self._k_norm))]
+        hidden, wide = x.shape[-1], [n * plan.head_dim for n in (plan.heads, plan.key_heads)]
+        rows = [wide[0] + 2 * wide[1]] if self._packed_qkv else [wide[0], wide[1], wide[1]]
+        across = plan.rule.attention.norm_across
+        widths = (hidden, *(wide if across else (plan.head_dim, plan.head_dim)))
         closed = (
             "front" not in self._open
-            and all(p is not None for p in parts)
-            and all(n is None or n.is_plain(m, x) for n, m in used)
+            and all(_fits(p, n, hidden) for p, n in zip(parts, rows, strict=True))
+            and all(
+                n is None or n.is_plain(m, x, w) for (n, m), w in zip(used, widths, strict=True)
+            )
             and (used[1][0] is None or len({n.form(m) for n, m in used[1:] if n is not None}) == 1)
         )
         (before, before_module), (q_norm, q_module), (k_norm, k_module) = used
@@ -321,7 +337,7 @@ class Runner:
                 _computed_in(x),
                 None if before is None else before.form(before_module),
                 None if q_norm is None else q_norm.form(q_module),
-                plan.rule.attention.norm_across,
+                across,
                 plan.heads, plan.key_heads, plan.head_dim,
                 plan.rotary_dim, plan.interleaved, self._packed_qkv, _scales(parts),
             )  # fmt: skip
@@ -343,9 +359,7 @@ class Runner:
         with _again(n, before, before_module, x):
             results = [products[name](n) for name in names]
         if self._packed_qkv:
-            widths = [c * plan.head_dim for c in (plan.heads, plan.key_heads, plan.key_heads)]
-            results = list(torch.split(results[0], widths, -1))
-        across = plan.rule.attention.norm_across
+            results = list(torch.split(results[0], [*wide, wide[1]], -1))
         for i, module in ((0, q_module), (1, k_module)):
             if module is not None and across:
                 results[i] = module(results[i])
@@ -391,11 +405,12 @@ class Runner:
         parts = [
             None if m is None else _parts_of(m, x) for m in (o, None if lone else gate, up, down)
         ]
+        hidden = x.shape[-1]
         closed = (
             "back" not in self._open
             and attended.dtype == _computed_in(x)
-            and all(p is not None or (i == 1 and lone) for i, p in enumerate(parts))
-            and all(n is None or n.is_plain(m, x) for n, m in used)
+            and self._fit(parts, hidden, attended.shape[-1])
+            and all(n is None or n.is_plain(m, x, hidden) for n, m in used)
         )
         if closed:
             after, before, last = (None if n is None else n.form(m) for n, m in used)
@@ -419,6 +434,21 @@ class Runner:
                 _adapters(parts),
             )
         return self._open_back(x, attended, used, gate, up, down, o)
+
+    def _fit(self, parts: list[_Product | None], hidden: int, attended: int) -> bool:
+        """Whether the products behind attention are of sizes that follow each other."""
+        o, gate, up, down = parts
+        if up is None:
+            return False
+        rows = up[0][0].shape[0]
+        inner, odd = divmod(rows, 2) if self._packed_mlp else (rows, 0)
+        return (
+            not odd
+            and _fits(o, hidden, attended)
+            and (self._gate is None or self._packed_mlp or _fits(gate, rows, hidden))
+            and _fits(up, rows, hidden)
+            and _fits(down, hidden, inner)
+        )
 
     def _open_back(
         self, x: Tensor, attended: Tensor, used: Any, gate: Any, up: Any, down: Any, o: Any
@@ -452,7 +482,8 @@ class Runner:
             gate, up = first, None
 
         def make(gate: Any = gate, up: Any = up) -> Tensor:
-            alike = up is None or up.dtype == gate.dtype  # as of queries and keys
+            # two dtypes, as of queries and keys, or two widths, as behind a pruned product
+            alike = up is None or (up.dtype == gate.dtype and up.shape == gate.shape)
             if up is None or not alike or activation not in stages.KERNEL_ACTIVATIONS:
                 y = stages.activated(gate, activation)
                 return y if up is None else y * up
@@ -495,7 +526,7 @@ def _kept(made: Tensor, make: Callable[[], Tensor], of: Sequence[Tensor | None])
 
 def _again(n: Tensor, norm: _Norm | None, module: Any, x: Tensor) -> Any:
     """A context in which `n`, the norm of `x`, is kept as a recipe."""
-    if norm is None or not norm.is_plain(module, x) or not x.is_contiguous():
+    if norm is None or not norm.is_plain(module, x, x.shape[-1]) or not x.is_contiguous():
         return nullcontext()
     form, own, weights = norm.form(module), x.detach(), norm.tensors(module)
     return _kept(n, lambda: stages.normed(own, form, *weights), (own, *weights))

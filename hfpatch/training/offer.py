@@ -144,6 +144,12 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             continue
         if (why := swap.foreign_forward(module)) is not None:
             raise Unexplained(f"`{where}`: {why}")
+        attention = model.get_submodule(rule.attention.path)
+        if getattr(attention, "head_dim", sizes[2]) != sizes[2]:
+            raise Unexplained(
+                f"`{rule.attention.path}`: `head_dim` is {attention.head_dim}, expected {sizes[2]} "
+                "as the configuration has it"
+            )
         rope = rule.attention.rope
         rotary = 0 if rope is None else recipe.ropes[rope].read(model).dims
         factor = rule.residual_multiplier.value(model)
