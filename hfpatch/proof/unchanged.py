@@ -222,6 +222,7 @@ class Part:
         self._path, self._called = path, called
         held = (*module._parameters.values(), *module._buffers.values())
         self._own_tensors = own_tensors and any(t is not None for t in held)
+        self._free, self._empty = _places_of(module)
         self._class = class_of(module) if called else type(module)
         self._forward = self._class.forward
         self._coded = coded(self._forward)
@@ -251,10 +252,40 @@ class Part:
             return False
         if self._own_tensors and odd_tensor(module) is not None:
             return False
+        if self._free and is_taken(module.__dict__, self._free, self._empty):
+            return False
         try:
             return bool(self._read(module.__dict__) == self._settings)
         except INCOMPARABLE:  # one was deleted, or is a parameter or module now
             return False
+
+
+def _places_of(module: nn.Module) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """What `is_taken` is given of a module: the names of its children, and of all that is None,
+    which no attribute may have; and where of these are None, which must stay so.
+
+    An attribute of the name of a tensor is what a forward of ours reads too.
+    """
+    tables = ("_parameters", "_buffers", "_modules")
+    held = [(table, name, v) for table in tables for name, v in module.__dict__[table].items()]
+    empty = tuple((table, name) for table, name, value in held if value is None)
+    names = [name for _, name in empty]
+    if not isinstance(module, _CONTAINERS):  # code goes over what is in one of these
+        names += [name for table, name, _ in held if table == "_modules"]
+    return frozenset(names), empty
+
+
+def is_taken(
+    attributes: dict[str, Any], free: frozenset[str], empty: Sequence[tuple[str, str]]
+) -> bool:
+    """Whether an attribute of a module hides one of its children, or there is a parameter, buffer
+    or child now where none was."""
+    if not attributes.keys().isdisjoint(free):
+        return True
+    return any(attributes[table].get(name) is not None for table, name in empty)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def odd_tensor(module: nn.Module) -> str | None:
@@ -290,11 +321,11 @@ def same_parts(
                 places[path[:-1]],
                 path[-1] if path else None,
                 *(
-                    (None, False, None, None, None, no_settings, None, False)
+                    (None, False, None, None, None, no_settings, None, False, None, ())
                     if part is None
                     else (
                         *(part._class, part._called, part._forward, part._coded, part._code),
-                        *(part._read, part._settings, part._own_tensors),
+                        *(part._read, part._settings, part._own_tensors, part._free, part._empty),
                     )
                 ),
                 None if processor is None else processor.is_proven,
@@ -305,7 +336,8 @@ def same_parts(
         modules: list[nn.Module] = []
         try:
             for (
-                above, name, cls, called, forward, own, code, read, settings, tensors, is_proven
+                above, name, cls, called, forward, own, code, read, settings, tensors, free, empty,
+                is_proven,
             ) in rows:  # fmt: skip
                 module = root if name is None else modules[above].__dict__["_modules"][name]
                 if module is None:
@@ -333,6 +365,11 @@ def same_parts(
                         return False
                     if read(d) != settings or (tensors and odd_tensor(module) is not None):
                         return False
+                    if free and not d.keys().isdisjoint(free):
+                        return False
+                    for table, key in empty:
+                        if d[table].get(key) is not None:
+                            return False
                 if is_proven is not None and not is_proven(d.get("processor")):
                     return False
         except INCOMPARABLE:  # a module is gone, or a setting is a parameter or module now

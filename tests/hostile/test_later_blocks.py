@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from blocks_single import ROWS
 from test_hostile_blocks import Root, assert_alike, draw, outcome
@@ -231,3 +232,64 @@ def test_one_of_many_modules(name: str) -> None:
 @pytest.mark.parametrize("name", list(ROWS))
 def test_every_module(name: str) -> None:
     check_family(name, 1)
+
+
+def _width(m: Any) -> int | None:
+    """Of the rows that a norm takes; None of another module."""
+    of = getattr(m, "normalized_shape", None) or getattr(m, "dim", None)
+    last = of[-1] if isinstance(of, (tuple, list)) and of else of
+    return last if type(last) is int else None
+
+
+def _empty(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Where a norm has no weight or bias: its path and the name."""
+    for path, m in model.named_modules():
+        names = [n for n, p in m._parameters.items() if p is None]
+        yield from ((path, name) for name in names if _width(m) is not None)
+
+
+def _children(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, m in model.named_modules():
+        if path and not isinstance(m, (nn.ModuleList, nn.Sequential)):
+            yield from ((path, name) for name, child in m._modules.items() if child is not None)
+
+
+def _give(m: Any, name: str, registered: bool) -> None:
+    t = torch.linspace(-1, 2, _width(m))  # type: ignore[call-overload]
+    if registered:
+        setattr(m, name, nn.Parameter(t, requires_grad=False))
+    else:
+        m.__dict__[name] = t
+
+
+def _each(name: str, found: Callable[[nn.Module], Any], change: Callable[..., None]) -> int:
+    row = ROWS[name]
+    call = next(iter(row.calls.values()))(draw, 2, 9)
+    base = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+    patched = copy.deepcopy(base)
+    hfpatch.apply(patched)
+    places = list(found(base))
+    for path, of in places:
+        model, twin = copy.deepcopy(patched), copy.deepcopy(base)
+        _compare(model, twin, call, "as it is")
+        for m in (model, twin):
+            change(m.get_submodule(path), of)
+        _compare(model, twin, call, (path, of))
+    return len(places)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_parameters_where_none_were(registered: bool) -> None:
+    """As somebody folds a factor into a norm that had no weight."""
+    names = [name for name in ROWS if any(_empty(Root(ROWS[name].make())))]
+    assert names
+    for name in names[::3]:
+        assert _each(name, _empty, lambda m, of: _give(m, of, registered))
+
+
+@pytest.mark.parametrize("name", list(ROWS)[::4])
+def test_attributes_that_hide_children(name: str) -> None:
+    def change(m: Any, of: str) -> None:
+        m.__dict__[of] = _Wrapped(m._modules[of])
+
+    _each(name, _children, change)
