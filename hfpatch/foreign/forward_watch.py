@@ -22,7 +22,8 @@ from hfpatch.foreign.process import surroundings
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, content_of_cell
 from hfpatch.proof.library import HOOKS, is_installed
 from hfpatch.proof.proving import may_prove
-from hfpatch.proof.unchanged import is_bound
+from hfpatch.proof.subject import coded
+from hfpatch.proof.unchanged import calls_otherwise, hooks_on_all, is_bound
 from hfpatch.regions.listening import is_idle
 from hfpatch.text import told
 
@@ -40,8 +41,8 @@ class ForwardWatch:
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, which of them are
     one, the values of texts, numbers and truth values, those that objects and containers hold, the
     types of all else, the thread, the modes of the call, of the module and of the process, and what
-    the modules hold and have around them (`Surrounded`), of tensors dtypes, strides and whether
-    they need gradients. One that raises where it was right before is not used any more.
+    the modules hold and have around them (`Surrounded`), of tensors dtypes, shapes, strides and
+    whether they need gradients. One that raises where it was right before is not used any more.
     """
 
     def __init__(
@@ -248,7 +249,9 @@ class Surrounded:
     ones inside runs beside their forwards. It holds none of them: copies share it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._rows: list[tuple[int, str | None, tuple[str, ...]]] = []
+        self._rows: list[tuple[int, str | None, tuple[str, ...], tuple[str, ...]]] = []
+        #: What calling a module of each class runs, which may be replaced for all of them.
+        self._forwards: dict[Any, tuple[Any, Any, Any]] = {}
         places: dict[str, int] = {}
         for path, m in module.named_modules(remove_duplicate=False):
             above, _, name = path.rpartition(".")
@@ -257,24 +260,39 @@ class Surrounded:
                 for k, v in m.__dict__.items()
                 if k not in BLANK_NAMES and k not in OWNED_BY_WRAPPERS and _is_holder(v)
             )
-            self._rows.append((places.get(above, 0), name if path else None, held))
+            children = tuple(m._modules.keys())
+            self._rows.append((places.get(above, 0), name if path else None, held, children))
             places[path] = len(places)
+            if path and (cls := type(m)) not in self._forwards:
+                own = coded(cls.forward)
+                self._forwards[cls] = cls.forward, own, getattr(own, "__code__", None)
 
     def now(self, root: nn.Module) -> Any:
         """A key of it; None where the original has to be called: somebody's hook is on a module
-        inside, which a comparison would call as well, or a module is gone."""
+        inside or on all modules, which a comparison would call as well, what calling one runs was
+        replaced for its class, or a module is gone or is one more."""
+        if self._forwards and hooks_on_all():
+            return None
+        for cls, (function, own, code) in self._forwards.items():
+            if cls.forward is not function or getattr(own, "__code__", None) is not code:
+                return None
+            if calls_otherwise(cls):
+                return None
         found: list[Any] = []
         dicts: list[dict[str, Any]] = []
         tensors: list[Tensor | None] = []
         seen: set[int] = set()
-        for above, name, held in self._rows:
+        for above, name, held, children in self._rows:
             try:
                 module = root if name is None else dicts[above]["_modules"][name]
                 d = module.__dict__
             except (KeyError, AttributeError):
                 return None
             dicts.append(d)
+            if tuple(d["_modules"].keys()) != children:
+                return None
             if name is not None:
+                found.append(d["training"])
                 if (
                     d["_forward_hooks"]
                     or d["_forward_pre_hooks"]
@@ -302,7 +320,7 @@ class Surrounded:
         return *found, _forms(tensors)
 
 
-_form_of = operator.attrgetter("dtype", "requires_grad")
+_form_of = operator.attrgetter("dtype", "requires_grad", "shape")
 
 
 def _forms(tensors: list[Tensor | None]) -> Any:

@@ -158,6 +158,76 @@ def test_calls_of_many_shapes_are_each_compared(monkeypatch: pytest.MonkeyPatch)
         handle.remove()
 
 
+class Inlined(nn.Module):
+    """What a registered forward computes without calling what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act, self.drop = nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Dropout(0.5)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.more = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.act(self.inner(x))) * self.gain
+        for module in self.more:
+            y = module(y)
+        return y  # type: ignore[no-any-return]
+
+
+def _inlined(m: Any, x: Tensor) -> Tensor:
+    y = F.silu(F.linear(x, m.inner.weight, m.inner.bias))
+    return y * m.gain.reshape(-1)[:WIDTH]
+
+
+def _doubled(of: Any) -> Any:
+    return lambda self, *args: 2 * of(self, *args)
+
+
+def _on_all(m: Any, patch: pytest.MonkeyPatch) -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, -1, lambda of, args, y: 2 * y if isinstance(of, nn.Linear) else None)
+
+
+#: What is done to it or to the classes of what is inside, once for the model and its twin.
+INSIDE: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    "a dropout draws, as to sample predictions": lambda m, _: m.drop.train(),
+    "a module more in a list": lambda m, _: m.more.append(nn.Tanh()),
+    "a parameter of another shape": lambda m, _: setattr(
+        m, "gain", nn.Parameter(torch.arange(3.0 * WIDTH).view(3, WIDTH))
+    ),
+    "the forward of a class inside": lambda m, patch: patch.setattr(
+        nn.SiLU, "forward", _doubled(nn.SiLU.forward)
+    ),
+    "the call of a class inside": lambda m, patch: patch.setattr(
+        nn.Linear, "__call__", _doubled(nn.Module.__call__), raising=False
+    ),
+    "a hook on all modules": _on_all,
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_call_notices_what_is_done_inside(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = hfpatch.register("^Inlined$", forward=_inlined, sample=_sample)
+    try:
+        model = nn.Sequential(Inlined()).eval()
+        twin = copy.deepcopy(model)
+        assert _is_registered(hfpatch.apply(model))
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                _alike(model, twin)
+            changes = (model, twin) if "of a class" not in what and "all" not in what else (model,)
+            for m in changes:
+                INSIDE[what](m[0], monkeypatch)
+            for _ in range(3):
+                torch.manual_seed(0)
+                expected = twin(torch.ones(3, WIDTH))
+                torch.manual_seed(0)
+                torch.testing.assert_close(model(torch.ones(3, WIDTH)), expected)
+    finally:
+        handle.remove()
+
+
 class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
