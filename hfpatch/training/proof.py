@@ -308,7 +308,14 @@ def prove(
     grad = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype)
     half = _in(exact, dtype, device)
     kwargs = _arguments(seen, x.dtype, device)
+    before = torch.get_rng_state()
     truth = _gradients(exact, x.double(), grad.double(), _arguments(seen, torch.float64, "cpu"))
+    if not torch.equal(before, torch.get_rng_state()):
+        # its own results are apart from each other then, and as far apart could be any others
+        raise Unexplained(
+            f"`{seen.path}`: it draws random numbers in training, as a dropout does, which the "
+            "function for training leaves out"
+        )
     with _casting(device, autocast):
         theirs = _gradients(half, x.to(device), grad.to(device), kwargs)
     limits = Limits()

@@ -615,6 +615,50 @@ def test_dropped_attention_weights_leave_the_layer_alone() -> None:
     assert any("drops weights out" in s.reason for s in report.skips)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("Phi", "resid_pdrop"),
+        ("Phi3", "resid_pdrop"),
+        ("StableLm", "hidden_dropout"),
+        ("Starcoder2", "residual_dropout"),
+    ],
+)
+def test_a_dropout_in_a_layer_leaves_it_alone(family: str, name: str) -> None:
+    """A layer with one draws as its twin does; without, it is a function for training."""
+    model = build(family, **{name: 0.2})
+    twin = copy.deepcopy(model)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 0
+    assert any("draws random numbers" in s.reason for s in report.skips)
+    found = []
+    for m in (model, twin):
+        torch.manual_seed(0)
+        found.append((gradients(m), torch.get_rng_state()))
+    assert_equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert layers_of(hfpatch.apply(build(family, **{name: 0.0}), mode="training")) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("Phi", "resid_pdrop"), ("Starcoder2", "residual_dropout")]
+)
+def test_a_dropout_that_is_turned_on_later(family: str, name: str) -> None:
+    model = build(family, **{name: 0.0})
+    twin = copy.deepcopy(model)
+    assert layers_of(hfpatch.apply(model, mode="training")) == 2
+    found = []
+    for m in (model, twin):
+        for module in m.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+            elif name in module.__dict__:
+                setattr(module, name, 0.2)
+        torch.manual_seed(0)
+        found.append(gradients(m))
+    assert_equal(*found)
+
+
 def test_accumulated_retained_and_second_gradients() -> None:
     model = build()
     ids = batch()
