@@ -7,6 +7,7 @@ off the replica and off the model alike, so that what is proven of one holds for
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,18 @@ def _read(model: nn.Module, place: tuple[str, ...]) -> tuple[float, float]:
     if isinstance(value, Tensor) and value.is_floating_point():
         precision = max(precision, torch.finfo(value.dtype).eps)
     value = float(value)
-    found: float = {"": value, "1/": 1 / value, "sqrt": value**0.5, "1/sqrt": value**-0.5}[how]
-    return found, precision
+    if (value == 0.0 and how.startswith("1/")) or (value < 0.0 and how.endswith("sqrt")):
+        raise Unexplained(f"`{'.'.join(where)}` is {value}, of which `{how}` is no number")
+    return _SAID[how](value), precision
+
+
+#: What is read off a place, of the number that it says.
+_SAID: dict[str, Callable[[float], float]] = {
+    "": lambda value: value,
+    "1/": lambda value: 1 / value,
+    "sqrt": math.sqrt,
+    "1/sqrt": lambda value: 1 / math.sqrt(value),
+}
 
 
 class Numbers:

@@ -1409,3 +1409,13 @@ def first_step_of_more_tokens_than_the_window():
             chk(run.call(tokens), f"{family} {tokens} at once")
             for i in range(3):
                 chk(run.call(1), f"{family} {tokens} step {i}")
+
+
+both_ways(
+    "a window of 0 that none reads",
+    lambda m: setattr(L(m).self_attn, "sliding_window", 0),
+    "cohere2",
+)
+both_ways("a factor of 0", lambda m: setattr(L(m), "residual_multiplier", 0), "granite")
+both_ways("a scale of 0", lambda m: setattr(L(m).self_attn, "scaling", 0.0))
+both_ways("a negative scale", lambda m: setattr(L(m).self_attn, "scaling", -0.2))
