@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import swap
-from hfpatch.decoding.replica import NoReplica, of_steps
+from hfpatch.decoding.replica import NoReplica, of_steps, text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.direct_calls import has_own_call
 from hfpatch.proof.keys import (
@@ -61,6 +61,7 @@ def check_likeness(
     except NoReplica as e:
         raise Unexplained(str(e)) from e
     called = tuple(f"{path}." for path in opaque)
+    configs = text_config(model.config), text_config(replica.config)
     ours, theirs = (
         {
             path: m
@@ -88,7 +89,7 @@ def check_likeness(
         if (why := what_wraps(mine, root=not path)) is not None:
             raise Unexplained(f"{where} {why}")
         _check_tensors(where, mine, small)
-        _check_attributes(path, where, mine, small, read)
+        _check_attributes(path, where, mine, small, read, configs)
         _check_config(where, model, mine, replica, small)
     _check_parameters(ours, planned)
 
@@ -110,6 +111,7 @@ def check_layer_likeness(
     Raises:
         Unexplained: the model differs; the text says where and how.
     """
+    configs = text_config(model.config), text_config(replica.config)
     for top in layers:
         try:
             layer = model.get_submodule(top)
@@ -137,7 +139,7 @@ def check_layer_likeness(
                 raise Unexplained(f"`{path}` {why}")
             _check_tensors(f"`{path}`", mine, small)
             known = read if path != top else read | {(path, name) for name in _CHECKPOINTING}
-            _check_attributes(path, f"`{path}`", mine, small, known)
+            _check_attributes(path, f"`{path}`", mine, small, known, configs)
 
 
 def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
@@ -213,8 +215,16 @@ def _check_parameters(modules: dict[str, nn.Module], planned: bool) -> None:
 
 
 def _check_attributes(
-    path: str, where: str, ours: nn.Module, theirs: nn.Module, read: frozenset[tuple[str, str]]
+    path: str,
+    where: str,
+    ours: nn.Module,
+    theirs: nn.Module,
+    read: frozenset[tuple[str, str]],
+    configs: tuple[Any, Any],
 ) -> None:
+    """Args:
+    configs: of the text model and of its replica.
+    """
     mine, small, named = _attributes(ours), _attributes(theirs), names_read(theirs)
     for name in dict.fromkeys((*small, *mine)):
         if name in _IDLE or (path, name) in read:
@@ -226,10 +236,18 @@ def _check_attributes(
         if name not in small or name not in mine:
             which = "an" if name in mine else "no"
             raise Unexplained(f"{where} has {which} attribute `{name}`")
-        if not _alike(mine[name], small[name]):
-            raise Unexplained(
-                f"{where}: `{name}` is {mine[name]!r:.80}, expected {small[name]!r:.80}"
-            )
+        expected = _as_in_config(small[name], *configs)
+        if not _alike(mine[name], expected):
+            raise Unexplained(f"{where}: `{name}` is {mine[name]!r:.80}, expected {expected!r:.80}")
+
+
+def _as_in_config(value: Any, config: Any, small: Any) -> Any:
+    """What stands on the model where `value` stands on its replica: a dict of the replica's config
+    has smaller sizes (`mrope_section`), so the model has that of its own config there."""
+    if not isinstance(value, dict):
+        return value
+    name = next((key for key, held in vars(small).items() if held is value), None)
+    return value if name is None else vars(config).get(name, value)
 
 
 def _check_config(where: str, model: Any, mine: nn.Module, replica: Any, small: nn.Module) -> None:

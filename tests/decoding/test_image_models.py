@@ -70,6 +70,21 @@ def _qwen2_5_vl() -> Any:
     )
 
 
+def _qwen2_vl() -> Any:
+    """Heads of another size than a replica's, as every published model has them: its sections of
+    RoPE are others than the replica's."""
+    sections = {**_MROPE, "mrope_section": [8, 12, 12]}
+    return transformers.Qwen2VLConfig(
+        text_config={
+            **{**_TEXT, "num_attention_heads": 2, "num_key_value_heads": 1},
+            "rope_parameters": sections,
+        },
+        vision_config={"depth": 2, "num_heads": 2, "embed_dim": 32, "hidden_size": 128},
+        image_token_id=IMAGE,
+        **_GRID,
+    )
+
+
 def _pixels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(ids.shape[0], 3, 28, 28)}
 
@@ -91,6 +106,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any], Callable[..., dict[str, torch.Te
     "llava": ("LlavaForConditionalGeneration", _llava, _pixels),
     "gemma3": ("Gemma3ForConditionalGeneration", _gemma3, _typed),
     "internvl": ("InternVLForConditionalGeneration", _internvl, _pixels),
+    "qwen2-vl": ("Qwen2VLForConditionalGeneration", _qwen2_vl, _patches),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _patches),
 }
 
@@ -170,6 +186,17 @@ def test_positions_of_several_axes() -> None:
             )
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
         assert served is None or (steps_of(patched) > before) == served
+
+
+def test_sections_of_rope_that_a_layer_has_alone() -> None:
+    """Those of the model's own config are taken, others are not what was proven."""
+    model = make("qwen2-vl")
+    attention = model.model.language_model.layers[1].self_attn
+    attention.rope_parameters = {**attention.rope_parameters, "mrope_section": [12, 12, 8]}
+    report = hfpatch.plan(model)
+    assert not any(s.op == "decoding" for s in report.swaps)
+    (skip,) = (s for s in report.skips if not s.path)
+    assert "`rope_parameters` is" in skip.reason and "[8, 12, 12]" in skip.reason
 
 
 def test_what_lies_beside_the_text_model_is_not_looked_into() -> None:

@@ -114,6 +114,18 @@ def test_models_of_other_kinds(name: str) -> None:
     assert_trains_as(model, twin, {**inputs, "labels": labels})
 
 
+def test_layers_that_hold_the_sections_of_rope() -> None:
+    """Of its config, whose sections are as wide as its own heads and not as a replica's."""
+    torch.manual_seed(0)
+    cls = transformers.Qwen2VLForConditionalGeneration
+    twin = cls(shrunk(cls.config_class())).train()
+    inputs = dict(sample_inputs(twin))
+    model = copy.deepcopy(twin)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 2, [s.reason for s in report.skips]
+    assert_trains_as(model, twin, {**inputs, "labels": inputs["input_ids"].clone()})
+
+
 PRODUCTS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 #: By kind: PEFT's configuration, and its options.
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
