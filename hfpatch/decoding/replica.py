@@ -91,7 +91,7 @@ def shrunk(config: Any) -> Any:
             setattr(small, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(config, name, None) is not None:
-            setattr(small, name, None)
+            _leave_out(small, name)
     for name, most in _EXPERTS.items():
         experts = getattr(config, name, None)
         if type(experts) is int and experts > most:
@@ -106,6 +106,17 @@ def shrunk(config: Any) -> Any:
             if isinstance(factors := part.get(name), (list, tuple)):
                 part[name] = list(factors)[: max(1, len(factors) * HEAD_DIM // head_dim)]
     return small
+
+
+def _leave_out(config: Any, token: str) -> None:
+    """Take a token out of a configuration, which may be none of a smaller vocabulary; some classes
+    say that it is a number and refuse None: these get the first."""
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+    try:
+        setattr(config, token, None)
+    except StrictDataclassFieldValidationError:
+        setattr(config, token, 0)
 
 
 def rope_parts(config: Any) -> list[dict[str, Any]]:

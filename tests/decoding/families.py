@@ -27,6 +27,7 @@ _SIZES = {
 #: By family: the class before `ForCausalLM`, and its configuration beside the sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "cwm": ("Cwm", {}),  # its config's tokens are numbers, None is refused
     "llama-one-key-head": ("Llama", {"num_key_value_heads": 1}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama3-rope": (
