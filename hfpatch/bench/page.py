@@ -453,7 +453,7 @@ _START = {
 def _start(found: Sequence[Result]) -> str:
     lines = ["## `apply` in a fresh process\n"]
     for result in found:
-        rows = ((r["model"], *(f"{r[k]:.2f}" for k in _START.values())) for r in result["rows"])
+        rows = ((r["model"], *(f"{r[k]:.3g}" for k in _START.values())) for r in result["rows"])
         lines += [_source(result, "python benchmarks/start.py")]
         lines += _table(("bf16", *_START), rows)
     lines.append(
