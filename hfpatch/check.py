@@ -330,9 +330,20 @@ def decoded(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         output = model(input_ids=ids[:, :-_STEPS], use_cache=True)
         name = "cache" if "cache" in output else "past_key_values"  # before transformers 5.24
         for at in range(ids.shape[1] - _STEPS, ids.shape[1]):
-            one = model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: output[name]})
+            more = {name: output[name], **_position(model, at, ids.shape[0])}
+            one = model(input_ids=ids[:, at : at + 1], use_cache=True, **more)
             found += outputs_of(one.logits)
     return found
+
+
+def _position(model: Any, at: int, rows: int) -> Inputs:
+    """As `generate` gives it where positions have the axes of an image: a call without goes on from
+    where the model last saw one, which its steps leave to it."""
+    from hfpatch.decoding.replica import has_axes, text_config
+
+    if not has_axes(text_config(model.config)):
+        return {}
+    return {"position_ids": torch.full((3, rows, 1), at, device=model.device)}
 
 
 def _with_decoders(ran: set[str], report: Any, model: nn.Module) -> set[str]:
