@@ -479,8 +479,7 @@ def begin(cache: Any, kept: Kept, model: Model | None = None) -> Arena:
     """
     new = Arena()
     with torch.inference_mode(False):
-        rows = kept.each()[0].shape[0]
-        memory = _memory_for(kept, capacity_for(kept.tokens, model, rows))
+        memory = _memory_for(kept, capacity_for(kept.tokens, model, kept.rows))
     count = len(memory) // 2
     new.table.keys += memory[:count]
     new.table.values += memory[count:]

@@ -44,6 +44,10 @@ class Kept:
     parts: tuple[Tensor, ...]
     tokens: int
 
+    @property
+    def rows(self) -> int:
+        return self.parts[0].shape[0] if self.whole is None else self.whole.shape[1]
+
     def each(self) -> list[Tensor]:
         """Of each layer, the keys of all and then the values: `[rows, heads, tokens, head_dim]`."""
         parts = self.parts
