@@ -245,7 +245,7 @@ class _Comparison:
         leaves = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor)]
         few = few or sum(t.numel() for t in leaves) > LARGE
         on: _Modules | None = None
-        for question in questions_of(self.inputs, self.module, few, recorded):
+        for question in questions_of(self.inputs, few, recorded):
             if on is None:
                 on = copied_apart(self.module, "it"), copied_apart(self.module, "it")
             if self._with_values(question, on, recorded) or question.of_weights:

@@ -47,14 +47,14 @@ class Question:
     of_gradients: bool = False
 
 
-def questions_of(inputs: Any, module: nn.Module, few: bool, recorded: bool) -> Iterator[Question]:
+def questions_of(inputs: Any, few: bool, recorded: bool) -> Iterator[Question]:
     """Of all floating inputs at once and of each by itself; of weights; of each one of whole
     numbers, where a place that is not there is an exception, as on a CPU, and of truth values."""
+    leaves = pytree.tree_leaves(inputs)
     firsts: dict[int, int] = {}
-    for i, t in enumerate(pytree.tree_leaves(inputs)):
+    for i, t in enumerate(leaves):
         if isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and t.numel():
             firsts.setdefault(id(t), i)
-    leaves = pytree.tree_leaves(inputs)
     floats = [i for i in firsts.values() if leaves[i].is_floating_point()]
     no_tables = [i for i in floats if not is_a_table(leaves[i])]
     for name, pattern in (FINITE | SPECIAL).items():
