@@ -260,6 +260,10 @@ class Part:
             return False
 
 
+#: Code goes over what is in one of these, or takes the last.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 def _places_of(module: nn.Module) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
     """What `is_taken` is given of a module: the names of its children, and of all that is None,
     which no attribute may have; and where of these are None, which must stay so.
@@ -270,7 +274,7 @@ def _places_of(module: nn.Module) -> tuple[frozenset[str], tuple[tuple[str, str]
     held = [(table, name, v) for table in tables for name, v in module.__dict__[table].items()]
     empty = tuple((table, name) for table, name, value in held if value is None)
     names = [name for _, name in empty]
-    if not isinstance(module, _CONTAINERS):  # code goes over what is in one of these
+    if not isinstance(module, CONTAINERS):
         names += [name for table, name, _ in held if table == "_modules"]
     return frozenset(names), empty
 
@@ -283,9 +287,6 @@ def is_taken(
     if not attributes.keys().isdisjoint(free):
         return True
     return any(attributes[table].get(name) is not None for table, name in empty)
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def odd_tensor(module: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ from hfpatch.proof.library import called_by_forward, is_installed, reached
 from hfpatch.proof.subject import class_of, coded
 from hfpatch.proof.surroundings import functions_of_torch
 from hfpatch.proof.unchanged import (
+    CONTAINERS,
     INCOMPARABLE,
     ProcessorPart,
     calls_otherwise,
@@ -27,7 +28,6 @@ from hfpatch.proof.unchanged import (
 from hfpatch.regions.listening import is_idle
 
 _PLAIN = (int, float, bool, str, type(None))
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -161,7 +161,7 @@ def _checks(
     if names:
         scope[f"n{i}"] = frozenset(names)  # an attribute of that name would hide it
         yield f"if not d{i}.keys().isdisjoint(n{i}): return False"
-    if isinstance(module, _CONTAINERS):  # code goes over all that is in it, or takes the last
+    if isinstance(module, CONTAINERS):
         scope[f"l{i}"] = tuple(module._modules)
         yield f"if tuple(d{i}['_modules']) != l{i}: return False"
     ignore = {name for where, name in numbers if where == path}
