@@ -401,11 +401,9 @@ def _candidates(
     devices = frozenset({"cuda"} if auto else {"cpu", "cuda"})
     if refusal(settings) is not None or not may_lie_on((m for _, m in roots), settings, devices):
         return [], []
-    from hfpatch.proof.keys import classes_read_once
     from hfpatch.regions.offer import offer  # what captures is a third of all that `apply` imports
 
-    with classes_read_once():  # nothing of the model is called
-        return offer(roots, settings, prepared, devices, past=not auto)
+    return offer(roots, settings, prepared, devices, past=not auto)
 
 
 def _remember(

@@ -77,7 +77,7 @@ def describe(model: nn.Module, planned: bool = False) -> Described:
             raise Unexplained(proven)
         check_attention(model)
         check_cache()
-        with classes_read_once():
+        with classes_read_once():  # anew: the proof has run their code
             check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
         limit = rope_limit(text_config(model.config))
         return Described(proven.recipe.read(model), proven.proof, limit)
