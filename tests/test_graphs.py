@@ -22,7 +22,7 @@ import hfpatch
 from hfpatch.attention import worth_cudnn
 from hfpatch.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.blocks.parts import Constant
-from hfpatch.graphs import captures
+from hfpatch.collector import without_collection
 from hfpatch.graphs import recording as graphs
 from hfpatch.graphs.host_reads import Answers
 from hfpatch.graphs.kept import check_limit
@@ -579,7 +579,7 @@ def test_no_garbage_is_collected_in_a_capture() -> None:
     for on in (True, False):
         (gc.enable if on else gc.disable)()
         try:
-            with contextlib.suppress(ValueError), captures.without_collection():
+            with contextlib.suppress(ValueError), without_collection():
                 assert not gc.isenabled()
                 raise ValueError
             assert gc.isenabled() == on

@@ -4,7 +4,6 @@ what transformers does differently in one."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hfpatch.collector import without_collection
 from hfpatch.graphs.keys import NotCapturable
 
 
@@ -91,19 +91,6 @@ class Pool:
         """A recording failed. A stream that cannot record any more is not used again."""
         if not abandon(graph, self.handle, self.stream):
             self._back.detach()
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Nothing is freed by Python's collector in a capture: what it finds may hold graphs or memory
-    of the GPU, whose release CUDA allows in no capture and answers by ending it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def recorded(work: Callable[[], None], pool: Pool | None = None) -> torch.cuda.CUDAGraph:

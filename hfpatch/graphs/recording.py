@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hfpatch import swap
 from hfpatch.announce import announce_in_call
 from hfpatch.blocks.memo import Capture, read_by, rehearsal
+from hfpatch.collector import without_collection
 from hfpatch.direct_calls import has_own_call
 from hfpatch.graphs import caches as graph_caches
-from hfpatch.graphs.captures import Pool, masks_as_outside, without_collection
+from hfpatch.graphs.captures import Pool, masks_as_outside
 from hfpatch.graphs.host_reads import Answers, Rehearsal, Replayed
 from hfpatch.graphs.kept import DEFAULT_LIMIT, GRAPH, PLAIN_CALL
 from hfpatch.graphs.kept import graphs as _graphs
