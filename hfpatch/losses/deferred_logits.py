@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from hfpatch.errors import HfpatchError
 from hfpatch.losses.head_loss import loss_of_head
 from hfpatch.losses.logits_hooks import Formula, Hook, LogitsHooks, Place
+from hfpatch.proof.saved import kept_as_they_are, saving_is_watched
 from hfpatch.proof.subject import autocasts, no_gradients
-from hfpatch.training.remade import kept_as_they_are, saving_is_watched
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from hfpatch.kernels.sources import local_package
 from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.packing import ALIGNMENT, ends_aligned
+from hfpatch.proof.saved import saving_is_watched
 from hfpatch.proof.subject import no_gradients, only_by_operators
-from hfpatch.training.remade import saving_is_watched
 
 #: Bytes of logits that exist at a time.
 CHUNK_BYTES = 64 << 20

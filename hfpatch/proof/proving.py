@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hfpatch import forks
 from hfpatch.foreign.process import matmul_precision
+from hfpatch.proof.saved import kept_as_they_are, saving_is_watched
 
 # The default dtype, the filters of warnings and the random state are the process's. Reentrant: what
 # is proven may call a module that makes a proof of its own.
@@ -128,6 +129,8 @@ def quietly(device: str) -> Iterator[None]:
         modes.enter_context(_by_itself(device))
         modes.enter_context(_unheard())
         modes.enter_context(_uncached())
+        if saving_is_watched():
+            modes.enter_context(kept_as_they_are())
         yield
 
 

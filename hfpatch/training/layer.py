@@ -24,6 +24,7 @@ from hfpatch.kernels.sources import local_package
 from hfpatch.leaves.tables import hold_twice
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.proving import may_prove, quietly
+from hfpatch.proof.saved import saving_is_watched
 from hfpatch.proof.subject import (
     Forward,
     autocasts,
@@ -37,7 +38,7 @@ from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
 from hfpatch.regions.guard import guard, hides
 from hfpatch.training import attend, lora, stages
-from hfpatch.training.remade import kept_as_recipe, kept_as_they_are, saving_is_watched
+from hfpatch.training.remade import kept_as_recipe
 
 _CHECKPOINTED = "forward_with_checkpointing"
 #: What a layer may call its cache: transformers 5.24 calls it `cache`.
@@ -589,7 +590,7 @@ class Served:
                 return False
             if case in self._cases or case in self._refused:
                 return case in self._cases
-            with quietly(kind), kept_as_they_are() if saving_is_watched() else nullcontext():
+            with quietly(kind):
                 why = self._prove(x.device, case)
             (self._cases if why is None else self._refused).add(case)
         if why is not None:

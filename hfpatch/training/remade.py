@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfpatch.proof.saved import written_to
 from hfpatch.proof.subject import version
 
 
@@ -31,7 +32,7 @@ class _Recipe:
         if self._made is None:
             for t, before in zip(self._of, self._versions, strict=True):
                 if before is not None and t._version != before:
-                    raise _written(t, before)
+                    raise written_to(t, before)
             with torch.no_grad():
                 self._made = self._make()
         made = self._made
@@ -39,13 +40,6 @@ class _Recipe:
         if self._left <= 0:  # the last one that waits for it
             self._made = None
         return made
-
-
-def _written(t: Tensor, before: int) -> RuntimeError:
-    return RuntimeError(
-        "a tensor that the backward needs was modified by an inplace operation: it is at version "
-        f"{t._version}, expected {before}"
-    )
 
 
 class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
@@ -87,33 +81,8 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
             first, second, third, _ = packed
             if first is None:
                 if third is not None and second._version != third:
-                    raise _written(second, third)
+                    raise written_to(second, third)
                 return second  # type: ignore[no-any-return]
             return first.take().as_strided(second, third)  # type: ignore[no-any-return]
 
         super().__init__(pack, unpack)
-
-
-class kept_as_they_are(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves inside this context is kept, whatever hooks are around it.
-
-    Of hooks only the innermost are called. An output of the function that saves it must not hold
-    itself, hence another tensor of the same memory.
-    """
-
-    def __init__(self) -> None:
-        def pack(saved: Tensor) -> Any:
-            return saved.detach(), version(saved)
-
-        def unpack(packed: Any) -> Tensor:
-            saved, counted = packed
-            if counted is not None and saved._version != counted:
-                raise _written(saved, counted)
-            return saved  # type: ignore[no-any-return]
-
-        super().__init__(pack, unpack)
-
-
-def saving_is_watched() -> bool:
-    """Whether somebody, as activation checkpointing, looks at what autograd saves: it is theirs."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

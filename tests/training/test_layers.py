@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.training import lora as lora_layers
 from hfpatch.training import stages
 from hfpatch.training.attend import Call, Passed
 
@@ -189,6 +190,22 @@ def test_gradient_checkpointing(reentrant: bool, before: bool, served: dict[str,
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model.model(input_ids=batch(1, 64), use_cache=False)
     assert max(kept) <= 64 * 64, "no more than a layer's input"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_adapter_that_is_proven_inside_of_a_checkpoint(late: bool) -> None:
+    """Checkpointing counts what is saved; what the proof saves is not the layer's."""
+    lora_layers.is_proven.cache_clear()
+    model: Model = build()
+    twin: Model = build()
+    if late:
+        hfpatch.apply(model, mode="training")
+    model, twin = (lora(m, target_modules=["down_proj", "q_proj"]) for m in (model, twin))
+    if not late:
+        hfpatch.apply(model, mode="training")
+    for m in (model, twin):
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(gradients(model), gradients(twin))
 
 
 def lora(model: Model, **more: Any) -> Model:
