@@ -13,6 +13,7 @@ input are added up in its dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -171,12 +172,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _adapt(out: Tensor, x: Tensor, pair: Any, scale: float) -> Tensor | None:
     """Add a low-rank adapter's part of a product in place, out += scale (x A^T) B^T; x A^T."""
-    a, b = pair
-    if a is None:
-        return None
-    low = torch.mm(x, a.to(x.dtype).t())
-    out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+    low = _low(x, pair)
+    _add_low(out, low, pair, scale)
     return low
+
+
+def _low(x: Tensor, pair: Any) -> Tensor | None:
+    a, _ = pair
+    return None if a is None else torch.mm(x, a.to(x.dtype).t())
+
+
+def _add_low(out: Tensor, low: Tensor | None, pair: Any, scale: float) -> None:
+    if low is not None:
+        out.addmm_(low, pair[1].to(low.dtype).t(), alpha=scale)
 
 
 def _adapt_backward(
@@ -590,22 +598,31 @@ def back(
         adapters: A and B of o, gate, up and down in turn, each None where there is none; or ().
     """
     apply: Any = _Back.apply
+    last: list[Callable[[Tensor], Any]] = []
     with _without_autocast(x.device.type):
         found: Tensor = apply(
-            form, x, attended, *o, *(gate or (None, None)), *up, *down,
+            (form, last), x, attended, *o, *(gate or (None, None)), *up, *down,
             *after_attention, *before_mlp, *after_mlp, *adapters,
         )  # fmt: skip
+        if last:
+            with torch.no_grad():
+                last.pop()(found)
     return found
 
 
 class _Back(torch.autograd.Function):
+    """Where no norm follows the MLP, `forward` leaves its last product to what it puts into `last`:
+    all that is kept is known before it, and checkpointing, which makes a layer's forward again for
+    what was kept, ends it there."""
+
     @staticmethod
     def forward(
-        ctx: Any, form: BackForm, x: Tensor, a: Tensor, ow: Tensor, ob: Any, gw: Any, gb: Any,
-        uw: Tensor, ub: Any, dw: Tensor, db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any,
-        mb: Any, *adapters: Any,
+        ctx: Any, given: tuple[BackForm, list[Any]], x: Tensor, a: Tensor, ow: Tensor, ob: Any,
+        gw: Any, gb: Any, uw: Tensor, ub: Any, dw: Tensor, db: Any, aw: Any, ab: Any, bw: Any,
+        bb: Any, mw: Any, mb: Any, *adapters: Any,
     ) -> Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
+        form, last = given
         pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
         raw_h = _product(a, ow, ob)
         low_o = _adapt(_rows(raw_h), _rows(a), pairs[0], scales[0])
@@ -629,16 +646,26 @@ class _Back(torch.autograd.Function):
         low_u = _adapt(of_up, n, pairs[2], scales[2])
         del n, of_gate, of_up
         p = _activated(form, first)
-        raw_y = _product(p, dw, db)
-        low_d = _adapt(raw_y, p, pairs[3], scales[3])
-        raw_y = raw_y.view(x.shape)
-        del p
-        y = normed(raw_y, form.after_mlp, mw, mb)
-        if form.factor != 1.0:
-            y = y * form.factor
-        out = x + h + y if s is None else s + y
+        low_d = _low(p, pairs[3])
+        raw_y = None
+
+        def product() -> Tensor:
+            y = _product(p, dw, db)
+            _add_low(y, low_d, pairs[3], scales[3])
+            return y.view(x.shape)
+
+        def summed(y: Tensor, out: Tensor | None = None) -> Tensor:
+            if form.factor != 1.0:
+                y = y * form.factor
+            return torch.add(x + h if s is None else s, y, out=out)
+
         if form.after_mlp is None:
-            raw_y = None  # type: ignore[assignment]
+            of_sum = torch.promote_types(x.dtype, h.dtype)
+            out = x.new_empty(x.shape, dtype=torch.promote_types(of_sum, form.compute))
+            last.append(lambda into: summed(product(), into))
+        else:
+            raw_y = product()
+            out = summed(normed(raw_y, form.after_mlp, mw, mb))
         ctx.form = form
         ctx.save_for_backward(
             x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, *adapters,
