@@ -286,3 +286,61 @@ def test_settings_while_another_thread_restores(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyError):  # it is another module now
         read(module.__dict__)
     assert 1.0 in settings
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="another pool of threads")
+def test_models_are_explained_in_one_thread_and_kernels_proven_with_all(
+    three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that a busy machine does not run are waited for at each operator; a kernel may be
+    another one with several."""
+    import transformers
+    from transformers.models.qwen3 import modeling_qwen3
+
+    from hfpatch.decoding import layer
+
+    layer.forget()
+    seen: dict[str, set[int]] = {"original": set(), "kernel": set()}
+    attention = modeling_qwen3.repeat_kv
+
+    def noted(*args: Any) -> Any:
+        seen["original"].add(torch.get_num_threads())
+        return attention(*args)
+
+    monkeypatch.setattr(layer, "replaced_function", lambda *a: None)
+    monkeypatch.setattr(modeling_qwen3, "repeat_kv", noted)
+
+    def rms_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-6, **_: Any) -> Any:
+        seen["kernel"].add(torch.get_num_threads())
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    config = transformers.Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=99, attn_implementation="eager",
+    )  # fmt: skip
+    model: Any = transformers.Qwen3ForCausalLM(config).eval()
+    hfpatch.apply(model, kernels={"rms_norm": rms_norm, "*": "local"})
+    assert seen == {"original": {1}, "kernel": {3}}
+    assert torch.get_num_threads() == 3
+
+
+def test_an_apply_that_fails_gives_its_threads_back(
+    three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hfpatch.proof import probe
+
+    def fails(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe, "fits_of", fails)
+    with pytest.raises(KeyboardInterrupt):
+        hfpatch.apply(nn.Sequential(MODULES["LlamaRMSNorm"]()))
+    assert torch.get_num_threads() == 3

@@ -26,7 +26,7 @@ from hfpatch.decoding.surroundings import attention_functions, check_attention, 
 from hfpatch.proof.around import writable_around
 from hfpatch.proof.copies import CannotReplicateError, deep_copied
 from hfpatch.proof.keys import classes_read_once, code_of
-from hfpatch.proof.proving import outside_modes
+from hfpatch.proof.proving import one_thread, outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.proof.unchanged import hooks_on_all
 from hfpatch.text import told
@@ -90,7 +90,7 @@ def forget() -> None:
 
 def proof_of(model: Any) -> Proven | str:
     """What explains a model of this class and configuration, proven; or why nothing does."""
-    with _lock, torch.random.fork_rng(devices=[]):
+    with _lock, torch.random.fork_rng(devices=[]), one_thread():
         return _proof_of(model)
 
 

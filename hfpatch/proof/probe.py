@@ -19,7 +19,7 @@ from hfpatch.planning.plan import Refusal
 from hfpatch.proof.contract import Contract
 from hfpatch.proof.gradients import explain_gradients
 from hfpatch.proof.identify import by_consistency, fits_of, fp32_trial, identify, matching
-from hfpatch.proof.proving import quietly
+from hfpatch.proof.proving import one_thread, quietly
 from hfpatch.proof.subject import Combo, Formula, Forward, Subject
 from hfpatch.proof.trial import OperatorCounter, Trial
 from hfpatch.proof.verify import verify_foreign, verify_gradients, verify_values
@@ -104,13 +104,20 @@ def prove_autocast(
         return _prove_autocast(task, combo)
 
 
-def _prove(task: _Task) -> Proof | Refusal:
+_Trials = dict[Combo, tuple[Trial, dict[Formula, int]]]
+
+
+def _explained(
+    task: _Task,
+) -> tuple[Trial, _Trials, dict[Combo, Formula], dict[Combo, Refusal]] | Refusal:
+    """The trial in fp32, those of all combinations, the formula that explains each, and why some
+    are explained by none."""
     subject = task.subject
     identified = identify(subject, task.device)
     if isinstance(identified, Refusal):
         return identified
     trial, matches = identified
-    trials: dict[Combo, tuple[Trial, dict[Formula, int]]] = {}
+    trials: _Trials = {}
     dropped: dict[Combo, Refusal] = {}
     for combo in subject.combos():
         tried = fits_of(subject, combo, matches, trial)
@@ -129,13 +136,24 @@ def _prove(task: _Task) -> Proof | Refusal:
                 del formulas[combo]
         if main not in formulas and main in dropped:
             return _found_by(dropped[main], trial)
+    return trial, trials, formulas, dropped
+
+
+def _prove(task: _Task) -> Proof | Refusal:
+    subject = task.subject
+    with one_thread():
+        explained = _explained(task)
+    if isinstance(explained, Refusal):
+        return explained
+    trial, trials, formulas, dropped = explained
+    main = subject.main_combo()
     chosen = _Chosen(task.sources)
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
         proof.takes_empty = trial.takes_empty
         proof.autocasts = trial.reading.autocasts
-        explained = [(trials[c][0], f) for c, f in formulas.items()]
-        refusal = _prove_with(task, trial, explained, chosen, proof)
+        pairs = [(trials[c][0], f) for c, f in formulas.items()]
+        refusal = _prove_with(task, trial, pairs, chosen, proof)
         if refusal is None:
             return proof
         if main not in formulas or not chosen.pass_over(formulas[main].op, refusal):

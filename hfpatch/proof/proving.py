@@ -104,6 +104,28 @@ def cpu_default() -> Iterator[None]:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch's operators compute in the calling thread alone.
+
+    Those of small models are done sooner than other threads are woken, and on a machine whose
+    processors are busy each of them would wait for a thread that is not running: 19 s in place of
+    1.6 for a model of text beside three other programs on two cores. Not for kernels: what they do
+    with several threads is part of their proof.
+    """
+    before = torch.get_num_threads()
+    # another pool of threads takes a number once, and then warns
+    if before == 1 or not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() == 1:  # else a model's own code has chosen another
+            torch.set_num_threads(before)
+
+
+@contextmanager
 def outside_modes() -> Iterator[None]:
     """A plan is of the model as it is, whatever its caller is inside of: `torch.inference_mode`,
     `FakeTensorMode`, autocast, `torch.device("meta")`."""
