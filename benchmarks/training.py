@@ -58,6 +58,10 @@ RUNS = (
     ("llama-1b-lora-16", "eager"),
     ("llama-1b", "compile"),
     *((name, "eager") for name in CASES if name not in ("llama-1b", "llama-1b-lora-16")),
+    ("llama-1b-lora-16", "compile"),
+    ("llama-8b-8-layers-checkpointed", "compile"),
+    ("qwen3-0.6b", "compile"),
+    ("gemma3-1b", "compile"),
 )
 
 
@@ -269,12 +273,12 @@ def saved(way: str, name: str, rows: int = 1, tokens: int = 256) -> dict[str, fl
     return {"bytes_per_token_and_layer": each, "gib_of_all_layers": whole / 2**30}
 
 
-def drive(output: Path | None, budget: float, only: str | None) -> None:
+def drive(output: Path | None, budget: float, only: str | None, commit: str | None) -> None:
     """All runs in processes of their own, until the time is spent."""
     from hfpatch.bench import results
 
     started = time.monotonic()
-    result: dict[str, Any] = results.head("training", torch.device("cuda"), None)
+    result: dict[str, Any] = results.head("training", torch.device("cuda"), commit)
     result |= {"dtype": "bfloat16", "rows": [], "failed": {}, "not_run": []}
     runs: list[list[str]] = [["--check"], *(["--one", case, way] for case, way in RUNS)]
     for arguments in runs:
@@ -313,6 +317,7 @@ def main() -> None:
     parser.add_argument(
         "--only", help="runs in whose name (CASE WAY, check) this regular expression is"
     )
+    parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WAY"), help="one run in this process")
     parser.add_argument("--check", action="store_true", help="gradients in this process")
     parser.add_argument("--saved", action="store_true", help="what autograd keeps, on a CPU")
@@ -328,7 +333,7 @@ def main() -> None:
                 for way in args.ways.split(","):
                     print(name, way, json.dumps(saved(way, name)), flush=True)
     else:
-        drive(args.output, args.budget, args.only)
+        drive(args.output, args.budget, args.only, args.commit)
 
 
 if __name__ == "__main__":
