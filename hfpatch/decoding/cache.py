@@ -14,7 +14,7 @@ import copyreg
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ def _no_model() -> None:
     return None
 
 
+#: In the place of what an arena no longer holds.
+_NOTHING = torch.empty(0)
+
+
 class Arena:
     """The memory of a cache's layers: `table` is what a step reads and extends."""
 
@@ -59,6 +63,8 @@ class Arena:
         self.table = CacheTable()
         self.rows = 0
         self.capacity = 0
+        #: The larger one that its layers were moved to.
+        self.next: Arena | None = None
         self._model: Callable[[], Model | None] = _no_model  # weak: a cache keeps no weights
 
     def fits(self, model: Model, rows: int) -> bool:
@@ -76,10 +82,29 @@ class Arena:
         """Tokens that were cached, also those that a window has left."""
         return self.table.length
 
-    def add(self, layer: Any, capacity: int) -> tuple[Tensor, Tensor]:
+    def holds(self, index: int) -> bool:
+        """Whether the keys and values of a layer still lie here."""
+        return self.table.keys[index].dim() == 4
+
+    def release(self, index: int) -> None:
+        """Hold a layer's keys and values no longer: it has left, and nobody else reads them here. A
+        cache that is copied layer by layer needs memory for one layer more, not for another cache.
+        """
+        if self.holds(index):
+            self.table.keys[index] = self.table.values[index] = _NOTHING
+
+    def behind(self, tokens: int) -> dict[str, list[Tensor]]:
+        """Copies of the keys and values of the next `tokens`, of each layer."""
+        now = slice(self.length, self.length + tokens)
+        table = self.table
+        return {
+            name: [t[:, :, now].clone() for t in memory]
+            for name, memory in (("keys", table.keys), ("values", table.values))
+        }
+
+    def add(self, layer: Any, capacity: int) -> None:
         """Copy a layer's keys and values in; the layer itself is left as it is."""
         length = layer.get_seq_length()
-        memory = []
         held_in = (self.table.keys, self.table.values)
         for kept, held in zip(_tensors_of(layer), held_in, strict=True):
             rows, heads, there, dim = kept.shape
@@ -92,9 +117,7 @@ class Arena:
                 if there < length:  # what a window has left is never read, but must not be NaN
                     new[:, :, : length - there] = 0
             held.append(new)
-            memory.append(new)
         self.rows, self.capacity, self.table.length = rows, capacity, length
-        return memory[0], memory[1]
 
 
 #: What keeps keys and values: steps write in place of their methods.
@@ -154,8 +177,11 @@ class _Viewed:
         if self.is_sliding:  # it has another length than its keys
             own["cumulative_length"] = self.arena.length
         self.__class__ = self._plain
+        arena, index = self.__dict__["arena"], self.__dict__["index"]
         for name in _OF_AN_ARENA:
             own.pop(name, None)
+        if not self.is_sliding:  # else a step that is taken back needs what the window has lost
+            arena.release(index)
 
     def get_seq_length(self) -> int:
         return self.arena.length
@@ -274,6 +300,9 @@ _CLASSES: dict[type, type] = {
 }
 
 
+_PLAIN: dict[type, type] = {cls: getattr(cls, "_plain", cls) for cls in _CLASSES}
+
+
 def is_plain(cache: Any) -> bool:
     """Whether it is a cache of the only kind that an arena may be made of."""
     return type(cache) is DynamicCache
@@ -361,10 +390,16 @@ def held_arena(cache: Any) -> Arena | None:
     return arena
 
 
-_Layers = list[tuple[type, dict[str, Any]]]
+class _AsItWas(NamedTuple):
+    """A layer before a step: its class and attributes, without keys and values that are only added
+    to; or how many tokens of these there were. length: -1 where the attributes are all of it."""
+
+    cls: type
+    held: dict[str, Any]
+    length: int
 
 
-def layers_of(cache: Any, stepped: bool) -> _Layers | Arena | None:
+def layers_of(cache: Any, stepped: bool) -> list[_AsItWas] | Arena | None:
     """A cache's layers as they are, in no memory of their own: transformers puts other tensors in
     the place of theirs, and writes to none. None where one is of another kind.
 
@@ -375,10 +410,19 @@ def layers_of(cache: Any, stepped: bool) -> _Layers | Arena | None:
         return held
     if any(type(layer) not in _CLASSES for layer in cache.layers):
         return None
-    return [(type(layer), dict(vars(layer))) for layer in cache.layers]
+    return [_as_it_is(layer) for layer in cache.layers]
 
 
-def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = None) -> None:
+def _as_it_is(layer: Any) -> _AsItWas:
+    held = dict(vars(layer))
+    if layer.is_sliding or not layer.is_initialized:
+        return _AsItWas(type(layer), held, -1)
+    for name in ("keys", "values", *_OF_AN_ARENA):
+        held.pop(name, None)
+    return _AsItWas(_PLAIN[type(layer)], held, layer.get_seq_length())
+
+
+def take_back(cache: Any, arena: Arena | None, kept: list[_AsItWas] | Arena | None = None) -> None:
     """Undo a step of one token, which was made in `arena`: nothing is read behind a cache's end.
 
     `arena`: as it was held behind the step, by a cache that somebody may have read since.
@@ -387,16 +431,16 @@ def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = No
     """
     if arena is None and isinstance(kept, Arena):
         for index, layer in enumerate(cache.layers):
-            for name in ("keys", "values", "cumulative_length"):
-                layer.__dict__.pop(name, None)
-            layer.__class__ = _CLASSES[type(layer)]
-            layer.arena, layer.index = kept, index
+            _put_back(layer, kept, index)
     elif arena is None and isinstance(kept, list):
         del cache.layers[len(kept) :]
-        for layer, (cls, held) in zip(cache.layers, kept, strict=True):
-            layer.__class__ = cls
+        for layer, was in zip(cache.layers, kept, strict=True):
+            if was.length >= 0:
+                _shorten(layer, was.length)
+                was = was._replace(held=was.held | {n: vars(layer)[n] for n in ("keys", "values")})
+            layer.__class__ = was.cls
             layer.__dict__.clear()
-            layer.__dict__.update(held)
+            layer.__dict__.update(was.held)
     elif arena is None:
         cache.crop(-1)
     elif held_arena(cache) is arena:
@@ -414,6 +458,28 @@ def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = No
                 layer.keys = arena.table.keys[index][:, :, now].clone()
                 layer.values = arena.table.values[index][:, :, now].clone()
                 layer.cumulative_length = length
+
+
+def _shorten(layer: Any, length: int) -> None:
+    """Leave the first `length` tokens to a layer that is no window, and make it a plain one."""
+    if isinstance(layer, ArenaLayer):
+        layer.become_plain()
+    if (more := layer.get_seq_length() - length) > 0:
+        layer.crop(-more)
+
+
+def _put_back(layer: Any, arena: Arena, index: int) -> None:
+    """Let a layer be what it was in `arena`, or in one that it was moved to since."""
+    home: Arena | None = arena
+    while home is not None and not (len(home.table.keys) > index and home.holds(index)):
+        home = home.next
+    if home is None:  # it has tensors of its own, which were only added to
+        _shorten(layer, arena.length)
+        return
+    for name in ("keys", "values", "cumulative_length"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = _CLASSES[type(layer)]
+    layer.arena, layer.index = home, index
 
 
 def take(cache: Any, tokens: int, model: Model | None = None) -> Arena:
@@ -434,7 +500,10 @@ def take(cache: Any, tokens: int, model: Model | None = None) -> Arena:
         new.add(layer, capacity)
         first = length - _tensors_of(layer)[0].shape[2]
         if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
+            old, place = layer.arena, layer.index
             layer.become_plain()
+            old.next = new
+            old.release(place)
         _join(layer, new, index, first if layer.is_sliding and layer.record_past else None)
     return new
 
@@ -530,11 +599,3 @@ def _initialize(layer: Any, memory: Tensor, plain: dict[type, dict[str, Any]]) -
     changed.pop("values", None)
     if all(isinstance(v, (bool, torch.dtype, torch.device)) for v in changed.values()):
         plain[type(layer)] = changed
-
-
-def copied(cache: Any, tokens: int) -> Arena:
-    """An arena of its own with a cache's content; the cache is left as it is."""
-    arena = Arena()
-    for layer in cache.layers:
-        arena.add(layer, layer.get_seq_length() + tokens)
-    return arena

@@ -47,6 +47,8 @@ MOST_TOKENS = 8
 PROMPT_DEVICES = frozenset({"cuda"})
 #: Prompts' graphs that are kept.
 _MOST_PROMPTS = 12
+#: Keys and values of new tokens, by layer.
+_Written = dict[str, list[Tensor]]
 #: How far the first step may be from the original's, in epsilons of the dtype times the root of
 #: the number of layers; relative to the root of the sum of squares.
 _LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
@@ -376,11 +378,8 @@ class Decoder:
                 engine = self._engine(model, rows, tokens)
                 if engine is None:
                     return None
-                if proven:
-                    arena = caches.take(step.cache, tokens, self.described.model)
-                    arena.found_fit(self.described.model)
-                else:
-                    arena = caches.copied(step.cache, tokens)
+                arena = caches.take(step.cache, tokens, self.described.model)
+                arena.found_fit(self.described.model)
                 logits = self._run(engine, step, arena, chain)
         except DecodingError as e:
             self._say(model, f"the engine refused: {e}")
@@ -393,9 +392,11 @@ class Decoder:
             self._say(model, "there was no memory for an engine or a larger cache")
             return None
         if not proven:
+            # what it wrote lies behind the cache's end, and the original takes the cache as it is
+            ours = arena.behind(tokens)
             with nothing_captured():
                 output = original(model, *args, **kwargs)
-            self._judge(model, arena, logits, tokens, output)
+            self._judge(model, ours, logits, tokens, output)
             return output
         if late and not self._is_still_current(model):
             self._due = True
@@ -495,12 +496,12 @@ class Decoder:
         return logits
 
     def _judge(
-        self, model: nn.Module, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
+        self, model: nn.Module, ours: _Written, logits: Tensor, tokens: int, output: Any
     ) -> None:
         """Whether an engine's first step gave what the original gave: from now on it is used, or
-        none is."""
-        key = (arena.rows, tokens)
-        why = self._difference(arena, logits, tokens, output)
+        none is. ours: keys and values that it wrote."""
+        key = (logits.shape[0], tokens)
+        why = self._difference(ours, logits, tokens, output)
         if why is None:
             self.trusted.add(key)
             return
@@ -514,9 +515,7 @@ class Decoder:
         """Whether an output of the original's holds what `_result` does, and no more."""
         return type(output) is self.described.output and set(output) == {"logits", caches.NAME}
 
-    def _difference(
-        self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
-    ) -> str | None:
+    def _difference(self, ours: _Written, logits: Tensor, tokens: int, output: Any) -> str | None:
         if not self._is_as_returned(output):
             return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
@@ -526,8 +525,7 @@ class Decoder:
         for index, held in enumerate(output[caches.NAME].layers):
             for name in ("keys", "values"):
                 theirs = getattr(held, name)[:, :, -tokens:]  # of a window it keeps fewer
-                new = getattr(arena.table, name)[index][:, :, -tokens:]
-                mine = new[:, :, tokens - theirs.shape[2] :]
+                mine = ours[name][index][:, :, tokens - theirs.shape[2] :]
                 pairs.append((f"{name} of layer {index}", mine, theirs))
         return self._farthest(pairs)
 

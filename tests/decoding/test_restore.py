@@ -285,7 +285,7 @@ def test_a_step_that_fails_is_the_originals(
 _FULL = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 12 bytes"
 
 
-@pytest.mark.parametrize("where", ["make_engine", "caches.take", "caches.copied", "a step"])
+@pytest.mark.parametrize("where", ["make_engine", "take", "take, behind the proof", "a step"])
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room"), RuntimeError(_FULL), RuntimeError("odd")], ids=str
 )
@@ -296,19 +296,19 @@ def test_an_engine_that_cannot_be_had_is_the_originals(
     model = patched()
     wanted = write(model)
     kept.decoders[model].engines.clear()
-    if where != "caches.take":
+    if where != "take, behind the proof":
         kept.decoders[model].trusted.clear()
 
     def fails(*_: Any, **__: Any) -> Any:
         raise error
 
-    on = {"caches.take": step.caches, "caches.copied": step.caches}.get(where, step)
-    name = where.rpartition(".")[2]
     with monkeypatch.context() as failing:
         if where == "a step":
             failing.setattr(Engine, "step", fails)
+        elif where == "make_engine":
+            failing.setattr(step, "make_engine", fails)
         else:
-            failing.setattr(on, name, fails)
+            failing.setattr(step.caches, "take", fails)
         with pytest.warns(RuntimeWarning, match="the engine failed|no memory"):
             assert torch.equal(model.generate(**prompts(1), **_GREEDY), wanted)
     assert torch.equal(write(model), wanted)
