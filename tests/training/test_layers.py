@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from decoding.families import device
 from torch import Tensor, nn
 
 import hfpatch
@@ -49,11 +50,12 @@ def build(family: str = "Llama", dtype: torch.dtype = torch.float32, **more: Any
         for p in model.parameters():
             if p.dim() < 2:
                 p.add_(0.2 * torch.randn_like(p))
-    return model.to(dtype).train()
+    return model.to(device(), dtype).train()
 
 
 def batch(rows: int = 2, tokens: int = 13) -> Tensor:
-    return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    return ids.to(device())
 
 
 def gradients(model: Model, **inputs: Any) -> dict[str, Tensor]:
@@ -287,7 +289,7 @@ def test_adapters_in_all_products(family: str, trained: bool, served: dict[str, 
 
 def test_adapters_under_autocast(served: dict[str, int]) -> None:
     model = lora(build(dtype=torch.bfloat16))  # its adapters in fp32
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device(), torch.bfloat16):
         theirs = gradients(model)
         hfpatch.apply(model, mode="training")
         assert_equal(gradients(model), theirs, 3e-2)
@@ -434,7 +436,7 @@ def test_autocast_over_fp32_parameters(
     model = build(family)
 
     def found() -> dict[str, Tensor]:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(device(), dtype):
             return gradients(model)
 
     theirs = found()
@@ -864,7 +866,7 @@ def test_several_sequences_in_a_row(
     model = build(family, **more)
     lengths = [(5, 1, 7), (6, 7)][:rows]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    inputs = {"position_ids": positions, "use_cache": False}
+    inputs: dict[str, Any] = {"position_ids": positions.to(device()), "use_cache": False}
     inputs["input_ids"] = inputs["labels"] = batch(rows)
     theirs = gradients(model, **inputs)
     hfpatch.apply(model, mode="training")
@@ -903,7 +905,7 @@ def test_on_the_meta_device(autocast: bool, labels: bool) -> None:
     model.to("meta")
     inputs = {"input_ids": ids, **({"labels": ids} if labels else {})}
     for records in (True, False):
-        with torch.set_grad_enabled(records), torch.autocast("cpu", enabled=autocast):
+        with torch.set_grad_enabled(records), torch.autocast(device(), enabled=autocast):
             ours, theirs = model(**inputs), reference(**inputs)
         assert ours.logits.device.type == "meta"
         assert (ours.logits.shape, ours.logits.dtype) == (theirs.logits.shape, theirs.logits.dtype)
