@@ -77,6 +77,13 @@ class _Step:
     all_logits: bool
 
 
+#: What a decoder knows of a model with the settings that it has, and what is made of that.
+_OF_SETTINGS = (
+    *("described", "watch", "unlike", "engines", "trusted", "prompts", "trusted_prompts", "pool"),
+    *("_bytes", "_copied"),
+)
+#: Looks at settings that stay as they are, behind which nobody waits for those before.
+_MOST_LOOKS = 100
 #: Engines of a model, one for each number of rows and tokens: a graph with its buffers of logits.
 _MOST_ENGINES = 8
 
@@ -105,6 +112,9 @@ class Decoder:
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
         self.chains = Chains()  # the greedy texts whose tokens the steps choose
         self.stream: Any = None  # of the last step
+        #: What was known of the model when it had other settings (`_OF_SETTINGS`).
+        self._aside: dict[str, Any] | None = None
+        self._looks = 0  # since that was put aside
         self._due = True  # settings must be looked at: a new sequence
         self._cache: weakref.ref[Any] | None = None  # of the last step
         self._lock = forks.lock()
@@ -416,29 +426,56 @@ class Decoder:
         if (why := self.watch.wrapped(model)) is not None:
             self._say(model, why)
             return False
+        parts = self.watch.in_place() and self.watch.same_parts()
+        if not parts or (self._due and self.watch.changed(model)):
+            if not self._take_up(model, settings_alone=parts):
+                self._describe(model)
+        elif self._due:
+            self._looks += 1
+            if self._looks == _MOST_LOOKS:  # engines and graphs have memory
+                self._aside = None
         if self._copied is not None and not self._copied.hold(closely=self._due):
             self._bytes = self._copied = None
             self.engines.clear()
             self.trusted.clear()
-        if not (self.watch.in_place() and self.watch.same_parts()) or (
-            self._due and self.watch.changed(model)
-        ):
-            self._bytes = self._copied = None
-            self.engines.clear()
-            self.trusted.clear()
-            self._forget_prompts()
-            self.unlike = None
-            try:
-                self.described = describe(model)
-            except Unexplained as e:
-                self.unlike = f"it is not what it was: {e}"
-                self._say(model, self.unlike)
-            self.watch = Watch(model)
         if self._due and (path := self.watch.trains(model)) is not None:
             self._say(model, f"`{path}` is in training mode; call `model.eval()`")
             return False
         self._due = False
         return self.unlike is None
+
+    def _take_up(self, model: nn.Module, settings_alone: bool) -> bool:
+        """Put aside what is known of the model, which has changed, and take up what was put aside
+        before if it is what that was of. Some settings go to and fro: a text that drafts with the
+        first layers (`assistant_early_exit`) sets how many there are twice for each few tokens.
+
+        Args:
+            settings_alone: it has the modules and tensors that it had. What is known of others is
+                forgotten: it would keep their memory.
+        """
+        known = {name: self.__dict__[name] for name in _OF_SETTINGS}
+        before, self._aside = self._aside, known if settings_alone else None
+        self._looks = 0
+        if before is not None and settings_alone:
+            seen = before["watch"]
+            as_it_was = seen.in_place() and seen.same_parts() and not seen.changed(model)
+            if as_it_was and seen.wrapped(model) is None:
+                self.__dict__.update(before)
+                return True
+        self.engines, self.trusted = {}, set()
+        self.prompts, self.trusted_prompts, self.pool = {}, set(), None
+        self._bytes = self._copied = None
+        return False
+
+    def _describe(self, model: nn.Module) -> None:
+        """What the model is now, or why that has no description."""
+        self.unlike = None
+        try:
+            self.described = describe(model)
+        except Unexplained as e:
+            self.unlike = f"it is not what it was: {e}"
+            self._say(model, self.unlike)
+        self.watch = Watch(model)
 
     def _is_still_current(self, model: nn.Module) -> bool:
         """The part of `_is_current` that is looked at while a GPU works."""
@@ -508,6 +545,7 @@ class Decoder:
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
         self._forget_prompts()
+        self._aside = None
         text = f"`{type(model).__name__}` decodes as it did: {self.refused}"
         announce_in_call(text, stacklevel=6)
 

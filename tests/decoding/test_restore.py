@@ -433,3 +433,38 @@ def test_a_configuration_that_changes_is_another_proof() -> None:
     logits = write(model), model(prompts(1)["input_ids"]).logits
     assert float(logits[1].abs().max()) <= 2.0
     check(model, served=True)
+
+
+def test_settings_that_go_to_and_fro_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that drafts with the first layers sets their number twice for each few tokens: what is
+    known of the model with all of them is kept meanwhile, and goes on serving."""
+    model = patched("llama")
+    plain = copy.deepcopy(model)
+    hfpatch.restore(plain)
+    early = {**_GREEDY, "max_new_tokens": 24, "assistant_early_exit": 1}
+    described: list[Any] = []
+    original = step.describe
+
+    def counted(of: Any, *given: Any) -> Any:
+        described.append(of.config.num_hidden_layers)
+        return original(of, *given)
+
+    monkeypatch.setattr(step, "describe", counted)
+    for _ in range(2):
+        before = steps_of(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            text = model.generate(**prompts(1), **early)
+        assert torch.equal(text, plain.generate(**prompts(1), **early))
+        assert steps_of(model) > before
+    assert described == [1]
+    check(model, served=True)
+    with torch.no_grad():  # weights that were written to while it was aside count
+        model.model.layers[0].mlp.up_proj.weight.mul_(3)
+    model.config.num_hidden_layers = 1
+    check(model, served=False)
+    model.model.layers[0].mlp.down_proj.weight.data = torch.ones_like(
+        model.model.layers[0].mlp.down_proj.weight
+    )
+    model.config.num_hidden_layers = len(model.model.layers)
+    check(model, served=True)
