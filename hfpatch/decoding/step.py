@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,8 +95,9 @@ class Decoder:
         self.choice = choice
         #: Why it is left alone for good.
         self.refused = described if isinstance(described, str) else None
+        #: Its description, whose tensors are forgotten where it is none of the model as it is.
         self.described: Any = described
-        self.watch = Watch(model)
+        self.watch: Any = None if self.refused is not None else Watch(model)
         self.engines: dict[tuple[int, int], Any] = {}
         self.trusted: set[tuple[int, int]] = set()
         self.reasons: dict[str, None] = {}  # why calls went to the original
@@ -180,18 +181,12 @@ class Decoder:
         keep = kwargs.get("logits_to_keep", 0)
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
             return f"`logits_to_keep` is {keep if type(keep) is int else 'a tensor'}"
-        like = self.described.model.embedding
         if ids.device.type not in self.choice.devices:
             return f"`decoding=` leaves out {ids.device.type}"
-        if ids.device != like.device:
-            return f"`input_ids` is on {ids.device}, the weights on {like.device}"
         if watched() or _modes() or _every_module_hooked() or calls_otherwise(nn.Module):
             return "somebody looks at every operator, or at every module's call"
-        if torch.is_autocast_enabled(like.device.type):
+        if torch.is_autocast_enabled(ids.device.type):
             return "autocast is on"
-        vocab = like.shape[0]
-        if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            return "an id is not in the vocabulary"  # the original says which
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         for name, t in (("attention_mask", mask), ("position_ids", positions)):
             if t is not None and (type(t) is not Tensor or t.device != ids.device):
@@ -213,6 +208,15 @@ class Decoder:
             return "the config asks for hidden states, attentions or a tuple"
         return _Step(ids, positions, mask, cache, keep != 1)
 
+    def _misfit(self, ids: Tensor) -> str | None:
+        """Why the engines do not take these ids; of a model as it is described."""
+        like = self.described.model.embedding
+        if ids.device != like.device:
+            return f"`input_ids` is on {ids.device}, the weights on {like.device}"
+        if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < like.shape[0]:
+            return "an id is not in the vocabulary"  # the original says which
+        return None
+
     def _is_only_handed_on(self, tokenizer: Any) -> bool:
         """Whether `generate` gives the tokenizer of its `stop_strings` to a forward that has no
         argument for it."""
@@ -227,8 +231,7 @@ class Decoder:
             and ids.device.type in PROMPT_DEVICES
             and kwargs.get("logits_to_keep") == 1
             and prompts.bucket_for(*ids.shape) is not None
-            and self.described.model.whole
-            and caches.unfit_for_prompt(cache, self.described.model) is None
+            and ((model := self.described.model) is None or _takes_prompts(model, ids, cache))
         )
 
     def _takes_positions(self, positions: Tensor | None, ids: Tensor) -> bool:
@@ -365,9 +368,12 @@ class Decoder:
         # cache's end and to a tensor that nobody has, so that one of no use is forgotten.
         rows, tokens = step.ids.shape
         late = step.ids.is_cuda and not self._due and (rows, tokens) in self.trusted
-        late = late and self.described.model.whole  # a module of its own may do anything
         late = late and self.unlike is None and self.watch.in_place()
+        late = late and self.described.model.whole  # a module of its own may do anything
         if not late and not self._is_current(model):
+            return None
+        if (why := self._misfit(step.ids)) is not None:
+            self.reasons.setdefault(why)
             return None
         arena = caches.held_arena(step.cache)
         held = arena is not None and arena.fits(self.described.model, rows)
@@ -474,6 +480,8 @@ class Decoder:
             self.described = describe(model)
         except Unexplained as e:
             self.unlike = f"it is not what it was: {e}"
+            # its tensors may be another model's by now: those before a quantization, say
+            self.described = replace(self.described, model=None)
             self._say(model, self.unlike)
         self.watch = Watch(model)
 
@@ -545,7 +553,8 @@ class Decoder:
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
         self._forget_prompts()
-        self._aside = None
+        self._aside = self.watch = self._bytes = self._copied = None  # they hold tensors
+        self.described = replace(self.described, model=None)
         text = f"`{type(model).__name__}` decodes as it did: {self.refused}"
         announce_in_call(text, stacklevel=6)
 
@@ -596,6 +605,15 @@ class Decoder:
 #: Why a cache is left as it is, where the report says it and no warning.
 _EXPECTED = frozenset({"its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _takes_prompts(described: Any, ids: Tensor, cache: Any) -> bool:
+    """Whether a description is one of prompts too, and these begin a cache that it can fill."""
+    return (
+        described.whole
+        and ids.device == described.device
+        and caches.unfit_for_prompt(cache, described) is None
+    )
 
 
 def _every_module_hooked() -> bool:

@@ -22,6 +22,7 @@ import hfpatch
 from hfpatch.decoding import kept, step
 from hfpatch.decoding.engine import Engine
 from hfpatch.decoding.layer import forget
+from hfpatch.decoding.rules import Unexplained
 from hfpatch.errors import DecodingError
 
 _GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -467,4 +468,51 @@ def test_settings_that_go_to_and_fro_are_described_once(monkeypatch: pytest.Monk
         model.model.layers[0].mlp.down_proj.weight
     )
     model.config.num_hidden_layers = len(model.model.layers)
+    check(model, served=True)
+
+
+class _Halved(nn.Module):
+    """What a quantization puts in the place of a linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.get_buffer("weight").to(x.dtype))
+
+
+@pytest.mark.parametrize("how", ["by its modules", "for good", "by its settings", "copied"])
+def test_weights_that_a_model_had_are_freed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a description nothing is kept of the model before: to quantize it frees memory."""
+    model = patched("llama")
+    if how == "copied":
+        monkeypatch.setitem(vars(step), "describe", _unexplained)
+        model = copy.deepcopy(model)
+    elif how == "for good":
+        monkeypatch.setattr(step, "_LIMITS", dict.fromkeys(step._LIMITS, 0.0))
+    write(model)
+    if how == "by its settings":
+        model.config.num_hidden_layers = 1
+        write(model)
+    mlp = model.model.layers[0].mlp
+    weight = weakref.ref(mlp.up_proj.weight)
+    mlp.up_proj = _Halved(mlp.up_proj).eval()
+    write(model)
+    gc.collect()
+    assert weight() is None
+    check(model, served=False)
+
+
+def _unexplained(model: Any) -> Any:
+    raise Unexplained("it is a test")
+
+
+def test_a_model_that_is_described_again_goes_on() -> None:
+    model = patched("llama")
+    write(model)
+    projection = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = _Halved(projection).eval()
+    check(model, served=False)
+    model.model.layers[0].mlp.up_proj = projection
     check(model, served=True)
