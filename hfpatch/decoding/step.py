@@ -130,7 +130,10 @@ class Decoder:
             return original(model, *args, **kwargs)
         with self._lock:  # engines have one workspace
             if self._cache is None or self._cache() is not step.cache:
-                self._due, self._cache = True, weakref.ref(step.cache)
+                self._due = True
+                # an object of somebody's own may be one that nothing refers to weakly
+                plain = caches.is_plain(step.cache)
+                self._cache = weakref.ref(step.cache) if plain else None
             if step.ids.shape[1] > MOST_TOKENS or caches.is_empty(step.cache):
                 outcome = self._serve_prompt(model, original, step, args, kwargs)
             else:

@@ -404,6 +404,41 @@ def test_a_cache_that_is_none_of_its_own_goes_to_the_original(kind: str) -> None
     assert kept.decoders[model].steps == 0
 
 
+class _Slotted:
+    """A user's own cache, which nothing can refer to weakly."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, config: Any) -> None:
+        self.held = DynamicCache(config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.held, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_cache_that_is_referred_to_by_nobody_weakly(blocks: bool) -> None:
+    model = make("llama")
+    other = copy.deepcopy(model)
+    hfpatch.apply(model, blocks=blocks)
+    ids, token = prompts(1, 8)["input_ids"], here(torch.tensor([[7]]))
+
+    def attempt(which: Any, cache: Any) -> Any:
+        try:
+            with torch.no_grad():
+                first = which(ids, past_key_values=cache).logits
+                return torch.cat([first, which(token, past_key_values=cache).logits], dim=1)
+        except Exception as e:  # the original's own
+            return f"{type(e).__name__}: {e}"
+
+    for _ in range(3):
+        wanted, got = (attempt(m, _Slotted(m.config)) for m in (other, model))
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+        for odd in ((), object()):
+            assert attempt(model, odd) == attempt(other, odd)
+
+
 def test_a_copied_layer_is_nobody_elses() -> None:
     ours = _plain(False)
     _update(ours, _new(1, 5, 0))
