@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.blocks.attention import attention
 from hfpatch.blocks.joint import (
     JointFamily,
     JointKernels,
@@ -22,6 +21,7 @@ from hfpatch.blocks.joint import (
     to_out,
     weights_of,
 )
+from hfpatch.blocks.parts import undispatched
 from hfpatch.blocks.projections import feed_forward
 from hfpatch.proof.subject import Forward, Tensor
 
@@ -107,7 +107,8 @@ class Sd3Subject(JointSubject):
                     (a.norm_added_q, a.norm_added_k),
                 ),
             )
-            attended = attention(*kernels.qkv(parts, a.heads)).flatten(2)
+            # its processor calls PyTorch's attention: the backends of diffusers do not apply
+            attended = undispatched(*kernels.qkv(parts, a.heads)).flatten(2)
             second = None
             if block.use_dual_attention:
                 second = _part(
@@ -123,7 +124,7 @@ class Sd3Subject(JointSubject):
             if second is not None:
                 # two gated sums before the norm: the first is made here, the second in `after`
                 h = kernels.gate(h, modulation[2], seen)
-                seen = attention(*kernels.qkv((second,), block.attn2.heads)).flatten(2)
+                seen = undispatched(*kernels.qkv((second,), block.attn2.heads)).flatten(2)
                 seen = to_out(block.attn2)(seen)
                 modulation = (None, None, modulation[8], *modulation[3:6])
             h = kernels.after(h, modulation, seen, lambda x: feed_forward(block.ff, x))
