@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     CogVideoXTransformer3DModel,
+    CosmosTransformer3DModel,
     LTXVideoTransformer3DModel,
     Lumina2Transformer2DModel,
     MochiTransformer3DModel,
@@ -24,6 +28,8 @@ from diffusers.models.attention_dispatch import (
 import hfpatch
 from hfpatch.coverage.small_diffusers import diffusers_model
 from hfpatch.inputs import sample_inputs
+
+NATIVE, MATH = AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_MATH
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +101,80 @@ def test_a_backend_stays_out_of_attention_that_is_not_dispatched(
         got = model(**inputs)[0]
     assert any("fused block" in s.formula for s in report.swaps)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def _captured(cls: type) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, the same with blocks that run fused, and inputs."""
+    torch.manual_seed(0)
+    model: Any = diffusers_model(cls).eval().requires_grad_(False)
+    inputs = sample_inputs(model, batch=2)
+    patched = copy.deepcopy(model)
+    hfpatch.apply(patched, blocks=True, decoding=False)
+    for _ in range(2):
+        patched(**inputs)
+    assert "fused" in {c.state for c in hfpatch.status(patched).plan.candidates}
+    return model, patched, inputs
+
+
+def _other_attention(monkeypatch: pytest.MonkeyPatch, name: Any, when: Callable[..., bool]) -> None:
+    """A backend whose results are others, so that it is seen whether it was called."""
+    own = _AttentionBackendRegistry._backends[name]
+
+    def twice(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.pop("_parallel_config", None)
+        out = own(query, key, value, *args, **kwargs)
+        return 2 * out if when(config) else out
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, name, twice)
+
+
+@pytest.mark.parametrize("cls", [ChromaTransformer2DModel, CosmosTransformer3DModel])
+def test_a_captured_block_is_of_the_backend_that_was_active(
+    cls: type, kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers looks the backend up at each call; a capture held the first one's attention."""
+    _other_attention(monkeypatch, MATH, lambda _: True)
+    model, patched, inputs = _captured(cls)
+    plain = model(**inputs)[0]
+    with attention_backend("_native_math"):
+        expected = model(**inputs)[0]
+        assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-3)
+        for _ in range(2):
+            torch.testing.assert_close(patched(**inputs)[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(patched(**inputs)[0], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_captured_block_is_of_the_backend_that_its_processors_name(
+    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _other_attention(monkeypatch, MATH, lambda _: True)
+    model, patched, inputs = _captured(ChromaTransformer2DModel)
+    plain = model(**inputs)[0]
+    for each in (model, patched):
+        each.set_attention_backend("_native_math")
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", NATIVE)
+    expected = model(**inputs)[0]
+    assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-3)
+    for _ in range(2):
+        torch.testing.assert_close(patched(**inputs)[0], expected, rtol=1e-4, atol=1e-4)
+    patched.reset_attention_backend()
+    torch.testing.assert_close(patched(**inputs)[0], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+def test_a_captured_block_leaves_attention_that_is_split_over_processes(
+    when: str, kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `enable_parallelism` leaves a model: each process has a part of the tokens."""
+    _other_attention(monkeypatch, NATIVE, lambda config: config is not None)
+    model, patched, inputs = _captured(ChromaTransformer2DModel)
+    if when == "before the first call":
+        hfpatch.restore(patched)
+        hfpatch.apply(patched, blocks=True, decoding=False)
+    for each in (model, patched):
+        for m in each.modules():
+            if hasattr(m, "processor"):
+                monkeypatch.setattr(m.processor, "_parallel_config", "a mesh", raising=False)
+    expected = model(**inputs)[0]
+    for _ in range(2):
+        torch.testing.assert_close(patched(**inputs)[0], expected, rtol=1e-4, atol=1e-4)

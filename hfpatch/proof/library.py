@@ -115,7 +115,7 @@ def strange_names(block: nn.Module) -> str | None:
 
 
 def _strange_name(cls: type) -> str | None:
-    members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
+    members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in functions_of(v)]
     for _, name, function in reached(members):
         if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(INSTALLED)):
             return name
@@ -127,7 +127,7 @@ def called_by_forward(module: nn.Module) -> list[types.FunctionType]:
     names = ("forward", *sorted(helpers_of(module)))
     bases = class_of(module).__mro__[:-1]
     return [
-        f for n in names for base in bases if n in vars(base) for f in _functions(vars(base)[n])
+        f for n in names for base in bases if n in vars(base) for f in functions_of(vars(base)[n])
     ]
 
 
@@ -163,7 +163,7 @@ def _odd_class(cls: type) -> str | None:
         if _found(base.__module__, base.__qualname__) is not base:
             return f"{name} is not the class that its module has under that name"
         for method, value in vars(base).items():
-            for function in _functions(value):
+            for function in functions_of(value):
                 if not _is_own(function, _DEPTH):
                     return f"`{method}` of {name} is not as the library has it"
     return None
@@ -176,7 +176,7 @@ def _found(module: str, qualname: str) -> Any:
     return found
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
+def functions_of(value: Any) -> Iterator[types.FunctionType]:
     """The Python functions in a member of a class."""
     if isinstance(value, property):
         parts: tuple[Any, ...] = (value.fget, value.fset, value.fdel)

@@ -18,6 +18,7 @@ from torch import nn
 
 from hfpatch.per_object import PerObject
 from hfpatch.proof.copies import CannotReplicateError
+from hfpatch.proof.dispatch import SplitAttention
 from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import hooked, stand_beside
@@ -85,6 +86,8 @@ class Kind:
     past: bool = True
     #: The functions of PyTorch that its code names; captures are of these.
     around: Any = ()
+    #: What diffusers' dispatcher would run for a block's attentions: a capture holds what it ran.
+    backends: Callable[[nn.Module], Any] | None = None
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     #: Why calls of a structure are left to the original.
     refused: dict[Any, str] = field(default_factory=dict)
@@ -138,7 +141,14 @@ class Kind:
                 # how a past lies in memory is the cache's affair: it alone reads it
                 lies = (state.past and i < 2) or t.is_contiguous() or t.stride()
                 sizes.append((t.shape, t.dtype, t.device, lies))
-        key = (structure, tuple(sizes))
+        chosen = None
+        if self.backends is not None:
+            try:
+                chosen = self.backends(block)
+            except SplitAttention as e:
+                self.unfit = str(e)
+                return None, None, None, None
+        key = (structure, tuple(sizes), chosen)
         try:
             return self._known[key], (structure, key), tensors, cache
         except KeyError:
@@ -375,5 +385,5 @@ class _Undecided(Exception):
 
 
 def _kind_of(structure: Structure, key: Any) -> Any:
-    """The structure, and all of its tensors but their sizes."""
-    return structure, tuple((len(s), d, v, c) for s, d, v, c in key[1])
+    """The structure, and all of its tensors but their sizes; and the backends of its attentions."""
+    return structure, tuple((len(s), d, v, c) for s, d, v, c in key[1]), key[2]

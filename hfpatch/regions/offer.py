@@ -17,6 +17,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate
 from hfpatch.planning.settings import Settings, matches
+from hfpatch.proof.dispatch import choice_of
 from hfpatch.proof.keys import Same, attributes_of, code_of
 from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
@@ -258,7 +259,8 @@ def _kind_of(
     if found is None:
         while len(_kinds) >= _MOST_KINDS:
             _kinds.pop(next(iter(_kinds), None), None)  # another thread may have been first
-        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind, past, around)
+        name, backends = class_of(block).__name__, choice_of(block)
+        found = _kinds[key] = Kind(name, known, numbers, bind, past, around, backends)
     return found
 
 
