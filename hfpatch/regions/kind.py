@@ -88,6 +88,8 @@ class Kind:
     around: Any = ()
     #: What diffusers' dispatcher would run for a block's attentions: a capture holds what it ran.
     backends: Callable[[nn.Module], Any] | None = None
+    #: Whether a block is one of this kind still, whatever its dtype and its layers.
+    as_planned: Callable[[nn.Module], bool] = field(default=lambda _: True)
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     #: Why calls of a structure are left to the original.
     refused: dict[Any, str] = field(default_factory=dict)
@@ -190,6 +192,8 @@ class Kind:
         place, _ = self.aside.get(block) or (None, "")
         if (found := hooked(block, place)) is not None:  # nor does it say anything of others
             self.aside[block] = found
+            return original()
+        if not self.as_planned(block):  # what it is now says nothing of others either
             return original()
         with may_prove((id(self), kinds)) as may:
             if not may:

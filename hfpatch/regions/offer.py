@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hfpatch.proof.keys import Same, attributes_of, code_of
 from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, class_of, coded, is_dense, is_dtensor, watched
-from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
+from hfpatch.proof.unchanged import Part, ProcessorPart, hooks_on_all, layers_replaced
 from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.deferred import is_deferred
@@ -35,6 +35,7 @@ from hfpatch.regions.wanted import OPS, refusal
 #: Kinds that are kept when no model has them any more.
 _MOST_KINDS = 256
 _kinds: dict[Any, Kind] = {}
+_CHANGED = "something in it is not what it was at `apply`: call `apply` again"
 
 
 class Mark(Candidate):
@@ -50,6 +51,8 @@ class Mark(Candidate):
         """What is known of the block `module` now."""
         kind: Kind = self.kind  # type: ignore[attr-defined]
         decided = kind.decided
+        if not kind.as_planned(module):
+            return Candidate(path, self.class_name, "left", _CHANGED)
         if decided:
             reasons = "; ".join(dict.fromkeys(kind.refused.values()))
             most = max(decided, key=lambda v: v.before - v.after)
@@ -227,6 +230,7 @@ def _kind_of(
     for path, name in numbers:
         numbered.setdefault(path, set()).add(name)
     walls: list[str] = []
+    read: dict[str, nn.Module] = {}
     for path, m in block.named_modules():
         if any(path.startswith(f"{w}.") for w in walls):
             continue
@@ -238,6 +242,7 @@ def _kind_of(
             walls.append(path)
             parts.append((path, Same(type(m)), own))  # see `code_of`
             continue
+        read[path] = m
         leaf = leaves.get(id(m))
         if leaf is not None:
             known[path] = leaf
@@ -259,9 +264,50 @@ def _kind_of(
     if found is None:
         while len(_kinds) >= _MOST_KINDS:
             _kinds.pop(next(iter(_kinds), None), None)  # another thread may have been first
-        name, backends = class_of(block).__name__, choice_of(block)
-        found = _kinds[key] = Kind(name, known, numbers, bind, past, around, backends)
+        found = _kinds[key] = Kind(
+            class_of(block).__name__, known, numbers, bind, past, around, choice_of(block),
+            _as_planned(read, numbered),
+        )  # fmt: skip
     return found
+
+
+def _as_planned(
+    read: Mapping[str, nn.Module], numbered: Mapping[str, set[str]]
+) -> Callable[[nn.Module], bool]:
+    """A function that tells of a block whether the classes, settings, children and processors of
+    its modules are those of `read`, by their paths; it holds none of them. Whatever is called as it
+    stands may be another one by now."""
+    parts = []
+    for path, m in read.items():
+        processor = m.__dict__.get("processor")
+        parts.append((
+            tuple(filter(None, path.split("."))),
+            Part(m, called=True, ignore=numbered.get(path, ())),
+            tuple(m._modules),
+            None if processor is None else ProcessorPart(processor, ()),
+        ))  # fmt: skip
+
+    def as_planned(block: nn.Module) -> bool:
+        walls: list[tuple[str, ...]] = []
+        for path, part, children, processor in parts:
+            if any(path[: len(wall)] == wall for wall in walls):
+                continue
+            module: Any = block
+            for name in path:
+                module = module._modules.get(name)
+                if module is None:
+                    return False
+            if path and is_wall(module):
+                walls.append(path)
+                continue
+            if not part.is_same(module) or tuple(module._modules) != children:
+                return False
+            held = module.__dict__.get("processor")
+            if processor is not None and not processor.is_proven(held):
+                return False
+        return True
+
+    return as_planned
 
 
 def forget() -> None:

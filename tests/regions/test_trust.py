@@ -279,6 +279,54 @@ def test_a_call_with_a_hook_inside_decides_nothing(how: str) -> None:
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
 
 
+CHANGED_BEFORE: dict[str, Callable[[Any], Any]] = {
+    "a subclass of its processor": lambda b: setattr(
+        b.attn, "processor", type("Own", (type(b.attn.processor),), {})()
+    ),
+    "a setting of a norm": lambda b: setattr(b.norm1.norm, "eps", 0.5),
+    "fused projections": lambda b: b.attn.fuse_projections(),
+    "a part's class": lambda b: setattr(b, "act_mlp", nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("what", list(CHANGED_BEFORE))
+def test_a_block_that_is_changed_before_its_first_call_decides_nothing(what: str) -> None:
+    """Neither that blocks of its kind are left, nor that theirs is a capture of what it became:
+    those of other models, and its own when it is again what it was, run fused."""
+    from diffusers import ChromaTransformer2DModel
+
+    from hfpatch.coverage.small_diffusers import diffusers_model
+    from hfpatch.inputs import sample_inputs
+
+    forget()
+    torch.manual_seed(0)
+    model: Any = diffusers_model(ChromaTransformer2DModel).eval().requires_grad_(False)
+    inputs, other = sample_inputs(model, batch=2), copy.deepcopy(model)
+    before = run(model, inputs)
+    for m in (model, other):
+        hfpatch.apply(m, decoding=False, blocks=True)
+    single = "act_mlp" in what or "part" in what
+    blocks = model.single_transformer_blocks if single else model.transformer_blocks
+    for block in blocks:
+        CHANGED_BEFORE[what](block)
+    plain = copy.deepcopy(model)
+    hfpatch.restore(plain)
+    for _ in range(2):
+        torch.testing.assert_close(run(model, inputs), run(plain, inputs), rtol=1e-4, atol=1e-4)
+    kind = "single_transformer_blocks" if single else "transformer_blocks"
+
+    def states(of: Any) -> set[tuple[str, bool]]:
+        found = hfpatch.status(of).plan.candidates
+        return {(c.state, "call `apply`" in c.reason) for c in found if c.path.startswith(kind)}
+
+    assert states(model) == {("left", True)}
+    assert states(other) == {("at its first call", False)}
+    for _ in range(2):
+        torch.testing.assert_close(run(other, inputs), before, rtol=1e-4, atol=1e-4)
+    assert states(other) == {("fused", False)}
+    assert states(model) == {("left", True)}
+
+
 class Meanwhile(list[Any]):
     """The captures of one structure; who goes over them loses the turn to another thread."""
 
