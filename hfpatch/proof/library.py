@@ -151,6 +151,19 @@ def reached(
                 left.append(value)
 
 
+def names_in_processor(cls: type) -> set[str]:
+    """Every name in the code of a class of processors, and in the library's functions that it may
+    call: what it asks the attention for that it is given."""
+    known = kept_while_planning(names_in_processor)
+    if cls not in known:
+        members = [v for base in cls.__mro__[:-1] for v in vars(base).values()]
+        functions = [f for v in members for f in functions_of(v)]
+        functions += [f for _, _, f in reached(functions)]
+        known[cls] = set().union(*(names_of(f.__code__) for f in functions))
+    found: set[str] = known[cls]
+    return found
+
+
 def _odd_class(cls: type) -> str | None:
     for base in cls.__mro__:
         if base in (nn.Module, object):

@@ -23,6 +23,7 @@ from hfpatch.proof.keys import (
     names_read,
     overridden,
 )
+from hfpatch.proof.library import names_in_processor
 from hfpatch.proof.subject import class_of, coded, is_dtensor
 
 #: Values that a forward may read off its module as settings.
@@ -73,10 +74,14 @@ def settings_of(
     patched, such as `eps`: what was bound to their values is no longer right when they differ; so
     are the methods of its class that its forward calls, replaced on the class or the instance. A
     name that begins with `_` is one if the class's code has it, and a list or a dict if its forward
-    reaches it: others put marks on modules.
+    reaches it: others put marks on modules. The code of an attention's processor, which is given
+    the attention, is read as its own.
     Reading raises KeyError where one is no attribute any more.
     """
     named = names_read(module)
+    processor = module.__dict__.get("processor")
+    if processor is not None:
+        named = named | names_in_processor(type(processor))
     now = dict(module.__dict__)  # another thread may restore the model
     names = [
         k
@@ -114,11 +119,15 @@ def settings_of(
 
     def read_both(attributes: dict[str, Any]) -> Any:
         """Also what an instance has of its class, until it is given one of its own."""
-        for name in others:
-            if name in attributes:
-                return read(attributes), tuple(
-                    attributes[n] if n in attributes else getattr(cls, n, None) for n in others
-                )
+        own = [name for name in others if name in attributes]
+        if own:
+            if any(isinstance(attributes[name], types.FunctionType) for name in own):
+                raise KeyError(own[0])  # no method, though its class may have the very same
+            values: Any = tuple(
+                attributes[n] if n in attributes else getattr(cls, n, None) for n in others
+            )
+            values = values if len(others) > 1 else values[0]
+            return read(attributes), values if codes is None else (values, codes())
         try:
             return read(attributes), of_class(cls)
         except AttributeError as e:  # deleted from its class

@@ -486,6 +486,33 @@ def test_lora_after_apply() -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def test_projections_that_are_fused_later_count() -> None:
+    """The processor asks its attention for `fused_projections`, which is its class's until then;
+    an adapter on the layer that stands for q, k and v from then on was left out."""
+    from diffusers import ChromaTransformer2DModel
+    from peft import LoraConfig
+
+    from hfpatch.coverage.small_diffusers import diffusers_model
+    from hfpatch.inputs import sample_inputs
+
+    torch.manual_seed(0)
+    model: Any = diffusers_model(ChromaTransformer2DModel).eval().requires_grad_(False)
+    inputs, patched = sample_inputs(model, batch=2), copy.deepcopy(model)
+    hfpatch.apply(patched, decoding=False, blocks=True)
+    before = run(model, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(run(patched, inputs), before, rtol=1e-4, atol=1e-4)
+    assert {c.state for c in hfpatch.status(patched).plan.candidates} == {"fused"}
+    for each in (model, patched):
+        with torch.no_grad():
+            each.fuse_qkv_projections()
+        torch.manual_seed(1)
+        each.add_adapter(LoraConfig(r=4, target_modules=["to_qkv"], init_lora_weights=False))
+    adapted = run(model, inputs)
+    assert not torch.allclose(adapted, before, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(run(patched, inputs), adapted, rtol=1e-4, atol=1e-4)
+
+
 def test_left_out_and_switched_off() -> None:
     model, _ = build("llama")
     assert not hfpatch.apply(model, blocks=False).plan.candidates
