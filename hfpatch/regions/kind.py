@@ -98,6 +98,8 @@ class Kind:
     #: Where, and why, calls of one block decide nothing now: somebody put a hook there, which may
     #: be gone at the next call.
     aside: PerObject[nn.Module, tuple[str, str]] = field(default_factory=PerObject)
+    #: Blocks that were called while something in them was in training mode.
+    trained: PerObject[nn.Module, bool] = field(default_factory=PerObject)
     _known: dict[Any, Variant | None] = field(default_factory=dict)
     _tries: dict[Any, int] = field(default_factory=dict)
 
@@ -187,7 +189,8 @@ class Kind:
         device = tensors[0].device.type if tensors else "cpu"
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
             return original()
-        if _trains(block):  # its calls in evaluation mode are others, also those of other models
+        if in_training(block) is not None:  # calls in evaluation mode are others, of all models
+            self.trained[block] = True
             return original()
         place, _ = self.aside.get(block) or (None, "")
         if (found := hooked(block, place)) is not None:  # nor does it say anything of others
@@ -377,11 +380,17 @@ def _replace(kind: Kind, others: Mapping[int, Variant]) -> None:
             kind._known[key] = others.get(id(variant), variant)
 
 
-def _trains(module: nn.Module) -> bool:
-    """Whether a module that a capture reads is in training mode: no fused call stands in for it."""
-    return module.training or any(
-        _trains(c) for c in module._modules.values() if c is not None and not is_wall(c)
-    )
+def in_training(module: nn.Module, path: str = "") -> str | None:
+    """The path of a module that a capture reads and that is in training mode, "" for the block
+    itself: no fused call stands in for it. None where there is none."""
+    if module.training:
+        return path
+    for name, child in module._modules.items():
+        if child is not None and not is_wall(child):
+            found = in_training(child, f"{path}.{name}".lstrip("."))
+            if found is not None:
+                return found
+    return None
 
 
 class _Undecided(Exception):

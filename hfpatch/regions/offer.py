@@ -28,7 +28,7 @@ from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
-from hfpatch.regions.kind import Kind
+from hfpatch.regions.kind import Kind, in_training
 from hfpatch.regions.listening import is_idle
 from hfpatch.regions.wanted import OPS, refusal
 
@@ -65,6 +65,9 @@ class Mark(Candidate):
         aside = kind.aside.get(module)
         if aside is not None and (hook := hooked(module, aside[0])) is not None:
             return Candidate(path, self.class_name, "left", hook[1])
+        if kind.trained.get(module) and (inside := in_training(module)) is not None:
+            what = f"`{inside}`" if inside else "it"
+            return Candidate(path, self.class_name, "left", f"{what} is in training mode")
         if kind.unfit:
             return Candidate(path, self.class_name, "left", kind.unfit)
         return Candidate(path, self.class_name, "at its first call")

@@ -233,6 +233,9 @@ def test_a_call_in_training_mode_decides_nothing() -> None:
         for part in parts:
             part.train()
         run(model, call)
+        now = hfpatch.status(model).plan.candidates
+        assert {c.state for c in now} == {"left"}
+        assert all("in training mode" in c.reason for c in now)
         model.eval()
         assert {c.state for c in hfpatch.status(model).plan.candidates} == {"at its first call"}
     run(model, call)
