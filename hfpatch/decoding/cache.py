@@ -325,10 +325,15 @@ def is_empty(cache: Any) -> bool:
     return is_plain(cache) and not cache.get_seq_length()
 
 
+def other_kind(cls: type) -> str:
+    """Why a cache of a class that is no plain one's is left alone."""
+    return f"its cache is a {cls.__name__}"
+
+
 def unfit(cache: Any, model: Model, rows: int) -> str | None:
     """Why a cache is none that a step of `rows` sequences can extend; None if it is one."""
-    if type(cache) is not DynamicCache:
-        return f"its cache is a {type(cache).__name__}"
+    if not is_plain(cache):
+        return other_kind(type(cache))
     if "update" in cache.__dict__ or any("update" in layer.__dict__ for layer in cache.layers):
         return "its cache has an `update` of its own"
     if getattr(cache, "offloading", False):

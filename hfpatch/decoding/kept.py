@@ -88,4 +88,8 @@ def notes(model: nn.Module) -> tuple[str, ...]:
         made += f", {held.loops} calls of `generate` in a loop of its own"
     if held.prompts_served:
         made += f", {held.prompts_served} prompts as graphs"
-    return (made, *(f"decoding steps not used: {why}" for why in held.reasons))
+    return (
+        made,
+        *(f"decoding steps not used: {why}" for why in held.reasons),
+        *(f"decoding: steps in transformers' own loop: {why}" for why in held.loop_reasons),
+    )

@@ -5,7 +5,9 @@ and the GPU's add up. Here the answer for a token is read while the next step ru
 that one step is taken back: from the texts, the cache and the random numbers. On a CPU, where a
 step would be lost, it is read at once. Preparation of inputs, the prompt's call, selection of
 tokens and their order are transformers' own; greedy tokens that nobody looks at otherwise the steps
-choose. Whatever is not of the plain kind (`_fits`) goes to transformers' own loop.
+choose. Whatever is not of the plain kind goes to transformers' own loop, where each call of the
+model may still be a step; the status says why (`_unfit_call`, `_Loop.unfit`). Where `generate`
+itself asks for calls that are no steps, that is said here (`_without_steps`).
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import (
@@ -80,24 +82,53 @@ _ARGUMENTS = frozenset(
 
 
 def method_for(model: Any) -> Callable[..., Any] | None:
-    """What stands as `generate` on a patched model; None where its class has a loop of its own."""
+    """What stands as `generate` on a patched model; None where its class has one of its own."""
     cls = type(model)
-    theirs = {name: getattr(GenerationMixin, name, None) for name in _RELIED_ON}
-    if any(own is None or getattr(cls, name, None) is not own for name, own in theirs.items()):
+    if getattr(cls, "generate", None) is not getattr(GenerationMixin, "generate", None):
         return None
-    prefill: Any = theirs["_prefill"]
-    if list(inspect.signature(prefill).parameters)[:4] != _PREFILL:
-        return None
+    own = _own_loop_of(cls)
 
     @functools.wraps(cls.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) <= 1 and _is_plain(self, kwargs):
+        decoder = decoders.get(self)
+        if decoder is not None and (lost := _without_steps(self, args, kwargs)) is not None:
+            decoder.generates_without(self, lost)
+        why = own or _unfit_call(self, decoder, args, kwargs)
+        if why is None:
             kwargs["custom_generate"] = _loop_for(kwargs.get("streamer"))
-        return type(self).generate(self, *args, **kwargs)
+            return type(self).generate(self, *args, **kwargs)
+        with _in_their_loop(self, why):
+            return type(self).generate(self, *args, **kwargs)
 
     # What callers reach for to have gradients: theirs without its `no_grad`.
     setattr(generate, "__wrapped__", getattr(cls.generate, "__wrapped__", cls.generate))  # noqa: B010
     return generate
+
+
+def _own_loop_of(cls: type) -> str | None:
+    """Why texts of a class are written in its own loop; None where they need not be."""
+    for name in _RELIED_ON:
+        theirs = getattr(GenerationMixin, name, None)
+        if theirs is None or getattr(cls, name, None) is not theirs:
+            return f"`{cls.__name__}` has a `{name}` of its own"
+    prefill: Any = getattr(GenerationMixin, "_prefill", None)
+    if list(inspect.signature(prefill).parameters)[:4] != _PREFILL:
+        return "this release of transformers has another `_prefill`"
+    return None
+
+
+@contextmanager
+def _in_their_loop(model: Any, why: str) -> Iterator[None]:
+    """Have the status say why a text was not written in this loop, if steps were made for it: where
+    there were none, they are what the user misses, and their reasons are said already."""
+    before = decoders.get(model)
+    steps = 0 if before is None else before.steps
+    try:
+        yield
+    finally:
+        decoder = decoders.get(model)
+        if decoder is not None and decoder.steps > steps:
+            decoder.loop_reasons.setdefault(why)
 
 
 def _loop_for(streamer: Any) -> Callable[..., Any]:
@@ -110,20 +141,51 @@ def _loop_for(streamer: Any) -> Callable[..., Any]:
     return loop
 
 
-def _is_plain(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` may end in `_sample`, as far as its arguments say."""
-    decoder = decoders.get(model)
-    if decoder is None or decoder.refused is not None:
-        return False
+def _unfit_call(
+    model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call of `generate` cannot end in `_sample`, as far as its arguments say; None where it
+    may."""
+    if len(args) > 1:
+        return "its arguments are given by position"
+    if decoder is None:
+        return "it was the first text of a copy"
+    if decoder.refused is not None:
+        return str(decoder.refused)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return False
+        return "`torch.distributed` is in use"
     given = (kwargs.get("generation_config"), model.generation_config)
     for name, plain in _PLAIN_SETTINGS.items():
-        if kwargs.get(name) not in plain:
-            return False
-        if name not in kwargs and any(getattr(c, name, None) not in plain for c in given):
-            return False
-    return True
+        of_configs = () if name in kwargs else (getattr(c, name, None) for c in given)
+        for value in (kwargs.get(name), *of_configs):
+            if value not in plain:
+                return _named(name, value)
+    return None
+
+
+def _named(name: str, value: Any) -> str:
+    """A setting, with its value where that is short."""
+    return f"`{name}` is {value!r}" if type(value) in (bool, int) else f"`{name}` is given"
+
+
+def _without_steps(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why no call of the model will be a step, where those calls do not show it: there is no cache,
+    or they are compiled."""
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+
+    def setting(name: str) -> Any:
+        for value in (kwargs.get(name), getattr(given, name, None)):
+            if value is not None:
+                return value
+        return getattr(model.generation_config, name, None)
+
+    if setting("max_new_tokens") == 1:
+        return None  # such a text has none
+    if setting("use_cache") is False and kwargs.get("inputs_embeds") is None:
+        return "`use_cache` is False"
+    if setting("cache_implementation") in ("static", "offloaded_static"):
+        return caches.other_kind(StaticCache)
+    return None
 
 
 def _sample(
@@ -143,18 +205,22 @@ def _sample(
         loop = _Loop(
             model, decoder, input_ids, logits_processor, stopping_criteria, generation_config, into
         )
-        if loop.fits(model_kwargs):
+        why = loop.unfit(model_kwargs)
+        if why is None:
             return loop.run(model_kwargs)
+    else:
+        why = "it was restored" if plain else f"its mode is {mode.value}"
     method = "_sample" if plain else GENERATION_MODES_MAPPING[mode]
-    return getattr(type(model), method)(
-        model,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=into,
-        **model_kwargs,
-    )
+    with _in_their_loop(model, why):
+        return getattr(type(model), method)(
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=into,
+            **model_kwargs,
+        )
 
 
 class _Answer:
@@ -252,32 +318,44 @@ class _Loop:
     config: GenerationConfig
     streamer: Any
 
-    def fits(self, model_kwargs: dict[str, Any]) -> bool:
-        """Whether this loop gives what transformers' gives."""
+    def unfit(self, model_kwargs: dict[str, Any]) -> str | None:
+        """Why this loop does not give what transformers' gives; None where it does."""
         model, config, ids = self.model, self.config, self.input_ids
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-        if ids.device != model.device or ids.dim() != 2 or model.config.is_encoder_decoder:
-            return False
+        cache = model_kwargs.get(caches.NAME)
+        if ids.device != model.device or ids.dim() != 2:
+            return f"`input_ids` has {ids.dim()} dimensions on {ids.device}"
+        if model.config.is_encoder_decoder:
+            return "it has an encoder"
         if ids.dtype is not torch.int64:  # transformers' texts get wider with the first token
-            return False
-        if not set(model_kwargs) <= _ARGUMENTS or not model_kwargs.get("use_cache"):
-            return False
-        if type(model_kwargs.get(caches.NAME)) is not DynamicCache:
-            return False
+            return f"`input_ids` is {ids.dtype}"
+        for name in model_kwargs:
+            if name not in _ARGUMENTS:
+                return f"`{name}` is given"
+        if not model_kwargs.get("use_cache"):
+            return "`use_cache` is False"
+        if type(cache) is not DynamicCache:
+            return caches.other_kind(type(cache))
         if positions is None or positions.dim() != 2 or (mask is not None and mask.dim() != 2):
-            return False
-        if config.output_attentions or config.output_hidden_states or config.is_assistant:
-            return False
+            return "positions or mask have not two dimensions"
+        for name in ("output_attentions", "output_hidden_states", "is_assistant"):
+            if getattr(config, name):
+                return f"`{name}` is set"
         if config._pad_token_tensor is None and any(
             hasattr(c, "eos_token_id") for c in self.criteria
         ):
-            return False
-        if any(model.__dict__.get(name) is not None for name in _RELIED_ON if name != "generate"):
-            return False
+            return "texts end, and there is no token to pad with"
+        for name in _RELIED_ON:
+            if name != "generate" and model.__dict__.get(name) is not None:
+                return f"the model has a `{name}` of its own"
         kinds = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-        if not all(type(c) in kinds for c in self.criteria):
-            return False
-        return all(type(p) in _STATELESS for p in self.processors)
+        for criterion in self.criteria:
+            if type(criterion) not in kinds:
+                return f"a criterion is a {type(criterion).__name__}"
+        for processor in self.processors:
+            if type(processor) not in _STATELESS:
+                return f"a processor is a {type(processor).__name__}"
+        return None
 
     def run(self, model_kwargs: dict[str, Any]) -> Any:
         """The texts, in the form that was asked for."""

@@ -95,12 +95,14 @@ class Decoder:
         self.choice = choice
         #: Why it is left alone for good.
         self.refused = described if isinstance(described, str) else None
+        self._announced = False  # that it is
         #: Its description, whose tensors are forgotten where it is none of the model as it is.
         self.described: Any = described
         self.watch: Any = None if self.refused is not None else Watch(model)
         self.engines: dict[tuple[int, int], Any] = {}
         self.trusted: set[tuple[int, int]] = set()
         self.reasons: dict[str, None] = {}  # why calls went to the original
+        self.loop_reasons: dict[str, None] = {}  # why steps were those of transformers' loop
         self.prompts: dict[tuple[int, int, bool], Any] = {}  # by rows, length and whether masked
         self.trusted_prompts: set[tuple[int, int, bool]] = set()
         self.prompts_refused: str | None = None
@@ -144,29 +146,61 @@ class Decoder:
 
     def _as_step(self, model: nn.Module, args: Any, kwargs: Any) -> _Step | None:
         """The call, if it is of the form of a decoding step; all of it is looked at."""
-        if self.refused is not None or torch.is_grad_enabled():
+        cache = caches.given(kwargs)
+        if cache is None or (self.refused is not None and self._announced):
             return None
         ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
-        cache = caches.given(kwargs)
-        if type(ids) is not Tensor or cache is None or len(args) > 1:
-            return None
-        if ids.dim() != 2 or ids.dtype != torch.int64:
-            return None
-        if ids.shape[1] > MOST_TOKENS and not self._may_be_prompt(ids, cache, kwargs):
-            if not caches.is_empty(cache):
-                self.reasons.setdefault(f"more than {MOST_TOKENS} tokens behind a prompt")
-            return None
-        if not ids.numel():
-            return None
-        found = self._read(model, ids, cache, kwargs)
+        if len(args) > 1:
+            found: _Step | str | None = "its arguments are given by position"
+        else:
+            found = self.refused or self._read(model, ids, cache, kwargs)
         if isinstance(found, str):
-            if ids.shape[1] <= MOST_TOKENS and not caches.is_empty(cache):  # a text's next tokens
-                self.reasons.setdefault(found)
+            self._tell(model, found, ids, cache, kwargs)
             return None
         return found
 
-    def _read(self, model: nn.Module, ids: Tensor, cache: Any, kwargs: Any) -> _Step | str:
-        """The step that a call asks for, or why it is none that an engine serves."""
+    def _tell(self, model: nn.Module, why: str, ids: Any, cache: Any, kwargs: Any) -> None:
+        """Say why a call is no step, where a text goes on by it."""
+        if model.training and torch.is_grad_enabled():
+            return  # nobody generates
+        if not caches.is_plain(cache):  # how long it is a GPU may have to be asked
+            if self.refused is None:
+                self._say(model, caches.other_kind(type(cache)))
+            return
+        if caches.is_empty(cache):
+            return
+        new = kwargs.get("inputs_embeds") if ids is None else ids
+        tokens = new.shape[1] if isinstance(new, Tensor) and new.dim() > 1 else 1
+        if not tokens:
+            return
+        if why is _TOO_MANY:
+            # `generate` asks for the logits of candidates, and of what is behind a cache for one
+            keep = kwargs.get("logits_to_keep")
+            if type(keep) is int and 1 < keep == tokens:
+                self._say(model, f"more than {MOST_TOKENS} tokens at once, as candidates are")
+            else:
+                self.reasons.setdefault(why)
+        elif tokens <= MOST_TOKENS:
+            if why is self.refused:
+                self._announce_refused(model)
+            elif why is _UNKNOWN_ID:
+                self.reasons.setdefault(why)
+            else:
+                self._say(model, why)
+
+    def _read(self, model: nn.Module, ids: Any, cache: Any, kwargs: Any) -> _Step | str | None:
+        """The step that a call asks for, or why it is none that an engine serves; None where there
+        is nothing to compute."""
+        if torch.is_grad_enabled():
+            return "gradients are on; call it under `torch.no_grad()`"
+        if type(ids) is not Tensor:
+            return "`input_ids` is not given" if ids is None else "`input_ids` is no plain tensor"
+        if ids.dim() != 2 or ids.dtype != torch.int64:
+            return f"`input_ids` is {ids.dtype} of {ids.dim()} dimensions"
+        if ids.shape[1] > MOST_TOKENS and not self._may_be_prompt(ids, cache, kwargs):
+            return _TOO_MANY
+        if not ids.numel():
+            return None
         if model.training:
             return "it is in training mode; call `model.eval()`"
         most = MOST_ROWS.get(ids.device.type, 0)
@@ -217,7 +251,7 @@ class Decoder:
         if ids.device != like.device:
             return f"`input_ids` is on {ids.device}, the weights on {like.device}"
         if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < like.shape[0]:
-            return "an id is not in the vocabulary"  # the original says which
+            return _UNKNOWN_ID  # the original says which
         return None
 
     def _is_only_handed_on(self, tokenizer: Any) -> bool:
@@ -382,13 +416,12 @@ class Decoder:
         held = arena is not None and arena.fits(self.described.model, rows)
         why = None if held else caches.unfit(step.cache, self.described.model, rows)
         if why is not None:
-            if why in _EXPECTED:
-                self.reasons.setdefault(why)
-            elif why != caches.EMPTY:
+            if why != caches.EMPTY:
                 self._say(model, why)
             return None
         length = step.cache.layers[0].get_seq_length()
         if step.mask is not None and step.mask.shape[1] != length + tokens:
+            self._say(model, "`attention_mask` has not one column for each token")
             return None
         proven = (rows, tokens) in self.trusted
         chain = self.chains.of(step.ids) if proven and self.described.model.whole else None
@@ -505,6 +538,8 @@ class Decoder:
                 found = None
                 if tokens == 1:
                     self._say(model, f"no engine for {rows} rows: {e}")
+                else:  # what is behind a cache, say: the steps after it have one
+                    self.reasons.setdefault(f"no engine for {tokens} tokens of {rows} rows: {e}")
         self.engines[key] = found  # the last one used stands last
         return found
 
@@ -558,8 +593,12 @@ class Decoder:
         self._forget_prompts()
         self._aside = self.watch = self._bytes = self._copied = None  # they hold tensors
         self.described = replace(self.described, model=None)
+        self._announce_refused(model)
+
+    def _announce_refused(self, model: nn.Module) -> None:
+        self._announced = True
         text = f"`{type(model).__name__}` decodes as it did: {self.refused}"
-        announce_in_call(text, stacklevel=6)
+        announce_in_call(text, stacklevel=7)
 
     def _is_as_returned(self, output: Any) -> bool:
         """Whether an output of the original's holds what `_result` does, and no more."""
@@ -595,18 +634,26 @@ class Decoder:
                 )
         return None
 
-    def _say(self, model: nn.Module, why: str) -> None:
+    def _say(self, model: nn.Module, why: str, stacklevel: int = 6) -> None:
         if why not in self.reasons:
             self.reasons[why] = None
             announce_in_call(
                 f"`{type(model).__name__}` was called where decoding steps cannot be used; such "
                 f"calls run as they are: {why}",
-                stacklevel=6,
+                stacklevel,
             )
 
+    def generates_without(self, model: nn.Module, why: str) -> None:
+        """A call of `generate` will make no steps for a reason that its calls of the model do not
+        show. Said from there."""
+        if self.refused is None:
+            self._say(model, why, stacklevel=4)
 
-#: Why a cache is left as it is, where the report says it and no warning.
-_EXPECTED = frozenset({"its cache is a StaticCache"})
+
+#: Reasons that are looked for: what is behind a cache, of which no warning speaks, as the steps
+#: after it are an engine's; and what the original raises an error for.
+_TOO_MANY = f"more than {MOST_TOKENS} tokens behind a prompt"
+_UNKNOWN_ID = "an id is not in the vocabulary"
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 import sys
 import warnings
 import weakref
@@ -325,36 +324,6 @@ def test_engines_of_many_numbers_of_rows_do_not_pile_up() -> None:
             assert torch.equal(write(model, rows), write(plain, rows))
         assert steps_of(model) > before and len(kept.decoders[model].engines) <= 8
     assert (1, 1) in kept.decoders[model].engines
-
-
-REASONS: dict[str, Callable[[Any], Any]] = {
-    "more than 16 rows": lambda m: m.generate(**prompts(17), **_GREEDY),
-    "`output_hidden_states` is given": lambda m: m.generate(
-        **prompts(1), **_GREEDY, output_hidden_states=True, return_dict_in_generate=True
-    ),
-    "it is in training mode": lambda m: m.train().generate(**prompts(1), **_GREEDY),
-    "autocast is on": lambda m: _under_autocast(m),
-    "its cache is a StaticCache|4 dimensions": lambda m: m.generate(
-        **prompts(1), **_GREEDY, cache_implementation="static", disable_compile=True
-    ),
-}
-
-
-def _under_autocast(model: Any) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        model.generate(**prompts(1), **_GREEDY)
-
-
-@pytest.mark.parametrize("why", REASONS)
-def test_the_report_says_why_steps_were_not_used(why: str) -> None:
-    model = patched()
-    write(model)
-    assert not any("not used" in n for n in hfpatch.status(model).notes)
-    steps = kept.decoders[model].steps
-    REASONS[why](model)
-    assert kept.decoders[model].steps == steps
-    said = [n for n in hfpatch.status(model).notes if "decoding steps not used" in n]
-    assert any(re.search(why, note) for note in said), said
 
 
 def _registered(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
