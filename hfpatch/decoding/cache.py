@@ -13,6 +13,7 @@ import copy
 import copyreg
 import dataclasses
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -213,9 +214,23 @@ class _Viewed:
         return make, (self._plain, object, None), self.plain_state({})
 
 
-def _viewed(cls: type) -> type:
+class _Named(ABCMeta):
+    """The class of classes that are shown as another is: who pickles one has that other."""
+
+
+def _named(cls: Any) -> Any:
+    return copy.copy, (cls._plain,)  # which for a class is the class itself
+
+
+copyreg.pickle(_Named, _named)
+
+
+def _viewed(cls: Any) -> Any:
     """The class with what `_Viewed` has. As a base it would make another layout of instances, and
-    a layer could not change its class."""
+    a layer could not change its class. It is shown as the plain one, `repr` included: to everybody
+    else a layer is what it was."""
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(cls, name, getattr(cls._plain, name))
     for name in (
         *("become_plain", "get_seq_length", "in_arena", "plain_state"),
         *("__copy__", "__deepcopy__", "__reduce_ex__"),
@@ -274,7 +289,7 @@ def _cumulative_length() -> property:
 
 
 @_viewed
-class ArenaLayer(DynamicLayer):  # type: ignore[misc]
+class ArenaLayer(DynamicLayer, metaclass=_Named):  # type: ignore[misc]
     """A `DynamicLayer` in an arena."""
 
     _plain = DynamicLayer
@@ -283,7 +298,7 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
 
 
 @_viewed
-class ArenaWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class ArenaWindowLayer(DynamicSlidingWindowLayer, metaclass=_Named):  # type: ignore[misc]
     """A `DynamicSlidingWindowLayer` in an arena, which also holds what the window has left."""
 
     _plain = DynamicSlidingWindowLayer

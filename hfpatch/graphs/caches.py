@@ -44,7 +44,10 @@ def unknown(cache: Any) -> str | None:
     for part in _parts(cache):
         for layer in _layers(part):
             if not any(type(layer) is _class(name) for name in _LAYERS):
-                return f"a cache with a {type(layer).__name__}"
+                kind = type(layer).__name__
+                # one in the memory of decoding steps is shown as a plain one
+                another = f"another {kind} than transformers' own"
+                return f"a cache with {another if kind in _LAYERS else f'a {kind}'}"
     return None
 
 

@@ -6,6 +6,7 @@ updates the cache; the fused call updates the caller's own cache by its own meth
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +72,12 @@ def state_of(
             held.append(False)
             continue
         layer = part.layers[number]
-        if type(layer).__name__ not in _GROWING:
-            return f"its layer of the cache is a `{type(layer).__name__}`"
+        kind = type(layer).__name__
+        if kind not in _GROWING:
+            return f"its layer of the cache is a `{kind}`"
+        if type(layer) is not getattr(sys.modules.get(_HOME), kind, None):
+            # one in the memory of decoding steps is shown as a plain one
+            return f"its layer of the cache is another `{kind}` than transformers' own"
         keys = layer.keys if layer.is_initialized else None
         held.append(keys is not None and keys.numel() > 0)
         if held[-1]:

@@ -451,6 +451,29 @@ def test_a_copied_layer_is_nobody_elses() -> None:
     assert all(map(torch.equal, again, before))
 
 
+def test_a_layer_is_shown_as_a_plain_one() -> None:
+    plain, ours = _plain(True), _plain(True)
+    for cache in (plain, ours):
+        _update(cache, _new(1, 5, 0))
+    caches.take(ours, 1)
+    assert repr(ours) == repr(plain)
+    assert caches.held_arena(ours) is not None, "nobody has read a tensor"
+    for a, b in zip(plain.layers, ours.layers, strict=True):
+        mine, theirs = type(b), type(a)
+        assert mine is not theirs and issubclass(mine, theirs) and isinstance(b, theirs)
+        assert (repr(b), repr(mine), str(mine)) == (repr(a), repr(theirs), str(theirs))
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(mine, name) == getattr(theirs, name)
+        for again in (copy.deepcopy(b), copy.copy(b), pickle.loads(pickle.dumps(b))):
+            assert type(again) is theirs and torch.equal(again.keys, a.keys)
+    arena = caches.held_arena(ours)
+    assert arena is not None, "copies are made of it as it is"
+    for cls in (type(b) for b in ours.layers):
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(cls, protocol)) is cls._plain
+        assert copy.copy(cls) is cls and copy.deepcopy(cls) is cls
+
+
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_a_cache_of_a_model_with_a_shorter_window_goes_on_in_another() -> None:
