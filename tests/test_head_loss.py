@@ -193,6 +193,34 @@ def test_fp32_parameters_under_autocast(largest: list[int]) -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_fp32_head_of_half_states(dtype: torch.dtype, options: Any, largest: list[int]) -> None:
+    """As near fp64 as whole logits in fp32 of hidden states that are widened."""
+    draws: list[list[Draw]] = []
+    like_plain = {name: value for name, value in options.items() if name != "recompute"}
+
+    def widened(hidden: Tensor, *args: Any, **kw: Any) -> Tensor:
+        return plain(hidden if hidden.dtype == torch.float64 else hidden.float(), *args, **kw)
+
+    for seed in range(12):
+        x, target = drawn(seed, 3, 17, 32).to(dtype), targets(seed, 3, 17)
+        leaves = [x, drawn(seed + 100, CLASSES, 32, scale=0.3), drawn(seed + 200, CLASSES)]
+        wide: list[Tensor | None] = [t.double() for t in leaves]
+        ours = loss_and_gradients(linear_cross_entropy, leaves, target, **options)
+        theirs = loss_and_gradients(widened, leaves, target, **like_plain)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+        truth = loss_and_gradients(widened, wide, target, **like_plain)
+        draws.append([draw(*row) for row in zip(ours, theirs, truth, strict=True)])
+    assert max(largest) <= 17 * CLASSES, "all logits at once"
+    for name, found in zip(
+        ("loss", "hidden", "weight", "bias"), zip(*draws, strict=True), strict=True
+    ):
+        kept = dtype if name == "hidden" else torch.float32
+        assert_as_near(found, kept, name, like=16 if name == "loss" else 64)
+
+
 def test_rows_that_do_not_count() -> None:
     x, w = drawn(1, 6, 16).requires_grad_(), drawn(2, CLASSES, 16).requires_grad_()
     none = torch.full((6,), -100)
@@ -573,6 +601,39 @@ def test_autocast(dtype: torch.dtype, largest: list[int]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-3)
 
 
+@pytest.mark.parametrize("first", ["patched", "cast"])
+def test_an_fp32_head_whose_input_a_hook_casts(first: str, largest: list[int]) -> None:
+    """As PEFT and TRL make one (`cast_lm_head_to_fp32`)."""
+
+    def cast(model: Any) -> None:
+        model.lm_head.float().register_forward_pre_hook(
+            lambda m, args: (args[0].to(torch.float32), *args[1:])
+        )
+
+    model = training_model(dtype=torch.bfloat16)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    twin = copy.deepcopy(model)
+    cast(twin)
+    if first == "cast":
+        cast(model)
+    report = hfpatch.apply(model, mode="training", include="lm_head")
+    assert head_of(report) == ["lm_head"]
+    if first == "patched":
+        cast(model)
+    ids = ids_of(model)
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits.dtype == torch.float32 and output.logits._made is None
+    output.loss.backward()
+    expected = twin(input_ids=ids, labels=ids).loss
+    expected.backward()
+    torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0.0)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert p.grad.dtype == q.grad.dtype  # type: ignore[union-attr]
+        eps = 1e-5 if name == "lm_head.weight" else 2**-7
+        off = (p.grad - q.grad).abs().max()  # type: ignore[operator]
+        assert off <= eps * q.grad.abs().max(), name  # type: ignore[union-attr]
+
+
 def hooked(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda m, args, out: out * 2)
 
@@ -581,7 +642,11 @@ def replaced(model: Any) -> None:
     model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 3
 
 
-@pytest.mark.parametrize("change", [hooked, replaced], ids=lambda f: f.__name__)
+def hooked_before(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, replaced], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("first", ["patched", "changed"])
 def test_what_stands_at_the_head_is_honoured(change: Any, first: str) -> None:
     model, plain_model = training_model(), training_model()

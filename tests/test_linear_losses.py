@@ -626,6 +626,45 @@ def test_fp32_parameters_under_autocast() -> None:
             assert value.dtype == torch.float32, name
 
 
+@pytest.mark.parametrize("rows", [(6, 9), (0, 9)], ids=["rows", "none"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_an_fp32_head_of_half_states(
+    dtype: torch.dtype, rows: tuple[int, int], largest: list[int]
+) -> None:
+    """Its logits are fp32: the loss and the weight's gradient are as near as those of fp32."""
+    x, (_, w, b), target = calm(dtype, rows)[0], calm(torch.float32, rows), targets(3, *rows)
+    own = [t.requires_grad_() for t in (x, w, b)]
+    wide = [t.detach().double().requires_grad_() for t in own]
+    found, truth = every(own[0], own[1], target, own[2]), every(wide[0], wide[1], target, wide[2])
+    for name in found:
+        assert found[name].dtype == torch.float32, name
+        error = (found[name].double() - truth[name]).abs()
+        assert not rows[0] or error <= 2e-5 * truth[name].abs().clamp(min=1), name
+        pairs_of = zip(
+            own,
+            torch.autograd.grad(found[name], own),
+            torch.autograd.grad(truth[name], wide),
+            strict=True,
+        )
+        for leaf, a, e in pairs_of:
+            assert a.dtype == leaf.dtype and a.shape == leaf.shape, name
+            if rows[0]:
+                eps = 2e-5 if leaf is not x else torch.finfo(dtype).eps
+                # what is below the smallest number of fp16 is rounded to its multiples
+                least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+                assert (a.double() - e).abs().max() <= eps * e.abs().max() + least, (name, a.dtype)
+    assert max(largest) <= 20 * CLASSES, "all logits at once"
+
+
+def test_an_fp32_teacher_of_half_states() -> None:
+    x, w, _ = calm(torch.float32, (6, 9))
+    hidden, weight = drawn(7, 6, 9, 24).bfloat16(), drawn(8, CLASSES, 24, scale=0.3)
+    ours = loss.linear_jsd(x, w, loss.Teacher(hidden, weight))
+    whole_teacher = loss.Teacher(hidden.double(), weight.double())
+    truth = loss.linear_jsd(x.double(), w.double(), whole_teacher)
+    torch.testing.assert_close(ours.double(), truth, rtol=2e-5, atol=1e-7)
+
+
 def good() -> dict[str, Any]:
     return {
         "hidden": torch.zeros(4, 5, WIDTH),

@@ -126,8 +126,7 @@ def _deferring(original: Forward) -> Forward:
             and type(input) is Tensor
             and input.dim() >= 2
             and not watched()
-            and not self._forward_hooks
-            and not self._forward_pre_hooks
+            and not self._forward_hooks  # those before it have run
             and not self._backward_hooks
             and not self._backward_pre_hooks
             and not torch._C._len_torch_dispatch_stack()

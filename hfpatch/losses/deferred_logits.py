@@ -584,7 +584,7 @@ def _cross_entropy(
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
         loss = loss_of_head(
             hidden, head.weight, target, head.bias, options, reduction,
-            source=head.hidden, hooks=hooks,
+            dtype=hidden.dtype, source=head.hidden, hooks=hooks,
         )  # fmt: skip
         loss = loss.to(_dtype(logits))  # of half types it is rounded to them
     logits.consumed(hooks)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
-from hfpatch.losses.head_loss import check_head, shaped
+from hfpatch.losses.head_loss import check_head, product_dtype, shaped
 from hfpatch.losses.head_rows import Form, rows_at_a_time
 from hfpatch.proof.subject import no_gradients
 
@@ -157,8 +157,10 @@ def _distance(
     else:
         counted = mask.to(hidden.device).reshape(-1) != 0
     apply: Any = _Distance.apply
+    heads = ((hidden, weight), (teacher.hidden, teacher.weight))
+    dtypes = [x.dtype if w is None else product_dtype(x, w) for x, w in heads]
     with torch.autocast(hidden.device.type, enabled=False):
-        found: Tensor = apply(flat, weight, bias, teacher, counted, form, kind, float(beta))
+        found: Tensor = apply(flat, weight, bias, teacher, counted, form, kind, float(beta), dtypes)
     if reduction == "none":
         return shaped(found, shape)
     total = found.sum(dtype=torch.float64)
@@ -196,10 +198,10 @@ def _check_teacher(teacher: Teacher, shape: torch.Size, classes: int) -> None:
 class _Logits:
     """A teacher's logits, [rows, classes] of both slices, fp32, divided by the temperature."""
 
-    def __init__(self, teacher: Teacher, student: Form) -> None:
+    def __init__(self, teacher: Teacher, student: Form, dtype: torch.dtype) -> None:
         self.x = teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1])
-        self.weight = None if teacher.weight is None else teacher.weight.detach().to(self.x.dtype)
-        self.bias = None if teacher.bias is None else teacher.bias.detach().to(self.x.dtype)
+        self.weight = None if teacher.weight is None else teacher.weight.detach().to(dtype)
+        self.bias = None if teacher.bias is None else teacher.bias.detach().to(dtype)
         ready = self.weight is None
         scale, softcap = (1.0, 0.0) if ready else (teacher.scale, teacher.softcap)
         self.form = Form(scale, softcap, student.temperature)
@@ -250,13 +252,14 @@ class _Distance(torch.autograd.Function):
         form: Form,
         kind: str,
         beta: float,
+        dtypes: list[torch.dtype],
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        own = weight.to(hidden.dtype)
-        own_bias = None if bias is None else bias.to(hidden.dtype)
+        own = weight.to(dtypes[0])
+        own_bias = None if bias is None else bias.to(dtypes[0])
         own, own_bias = head_loss.evened(own, own_bias)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        source, whole = _Logits(teacher, form), slice(None)
+        source, whole = _Logits(teacher, form, dtypes[1]), slice(None)
         # distance, both lse, and sum(p * r)
         found = hidden.new_zeros((4, len(hidden)), dtype=wide)
         step = rows_at_a_time(len(weight), 4)
@@ -285,7 +288,7 @@ class _Distance(torch.autograd.Function):
             valid = counted[part]
             for row, value in zip(found, (distance, lse_p, lse_q, mean), strict=True):
                 row[part] = value.masked_fill(~valid, 0.0)
-        ctx.teacher, ctx.form, ctx.kind, ctx.beta = teacher, form, kind, beta
+        ctx.teacher, ctx.form, ctx.kind, ctx.beta, ctx.dtypes = teacher, form, kind, beta, dtypes
         ctx.save_for_backward(hidden, weight, bias, counted, found)
         return found[0].clone()
 
@@ -295,9 +298,9 @@ class _Distance(torch.autograd.Function):
         if upstream is None:
             return no_gradients(ctx)
         hidden, weight, bias, counted, found = ctx.saved_tensors
-        grads = head_loss.Gradients(hidden, weight, bias, *ctx.needs_input_grad[:3])
+        grads = head_loss.Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.dtypes[0])
         form, kind, beta = ctx.form, ctx.kind, ctx.beta
-        source, whole = _Logits(ctx.teacher, form), slice(None)
+        source, whole = _Logits(ctx.teacher, form, ctx.dtypes[1]), slice(None)
         _, lse_p, lse_q, mean = found
         for part in grads.parts(4):
             y = form.wide(grads.logits(part, form.scale))
@@ -309,5 +312,5 @@ class _Distance(torch.autograd.Function):
                 d = _derivative(kind, beta, log_p, log_q).sub_(mean[:, None]).mul_(log_p.exp())
             d.mul_(upstream[:, None])
             d = form.backward(d, y).masked_fill_(~counted[:, None], 0.0)
-            grads.add(part, d.to(hidden.dtype))
-        return *grads.results(), None, None, None, None, None
+            grads.add(part, d.to(ctx.dtypes[0]))
+        return *grads.results(), None, None, None, None, None, None

@@ -28,7 +28,7 @@ Gradients of gradients, and batches of them (`is_grads_batched`), are PyTorch's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.packing import ALIGNMENT, ends_aligned
 from hfpatch.proof.saved import saving_is_watched
-from hfpatch.proof.subject import no_gradients, only_by_operators
+from hfpatch.proof.subject import autocasts, no_gradients, only_by_operators
 
 #: Bytes of logits that exist at a time.
 CHUNK_BYTES = 64 << 20
@@ -81,13 +81,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
 
-    The logits are rounded to the dtype of `hidden` and the rest is fp32, as where a model makes
-    them and its loss is taken of their fp32 copy.
+    The logits are rounded to the dtype of `hidden` (of an fp32 `weight` see there) and the rest is
+    fp32, as where a model makes them and its loss is taken of their fp32 copy.
 
     Args:
         hidden: ``[..., H]``; fp32, fp16 or bf16.
-        weight: ``[V, H]``, of the dtype of `hidden`, or fp32 parameters under autocast: it is then
-            rounded to the dtype of `hidden`, and its gradient is fp32.
+        weight: ``[V, H]``, of the dtype of `hidden`, or fp32: its gradient is fp32 then. With
+            hidden states of a half type the products and the logits are fp32, as of hidden states
+            that are widened before the head; under autocast the weight is rounded to their dtype.
         target: ``[...]``, integers; `ignore_index`, or 0 to ``V - 1``.
         bias: ``[V]`` or None.
         reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``.
@@ -145,6 +146,7 @@ def loss_of_head(
     *,
     num_items: Tensor | float | None = None,
     recompute: bool | None = None,
+    dtype: torch.dtype | None = None,
     source: Tensor | None = None,
     hooks: LogitsHooks | None = None,
 ) -> Tensor:
@@ -152,12 +154,14 @@ def loss_of_head(
 
     Args:
         options: `ignore_index`, `label_smoothing`, `scale`, `softcap`.
+        dtype: of the head's products; None: `product_dtype`.
         hooks: those on logits that a model's head has deferred: called in the backward.
         source: what that head was given, of which `hidden` is some rows.
     """
     check_head(hidden, weight, target, bias, options[0])
     rows = target.to(hidden.device, torch.int64).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
+    dtype = product_dtype(hidden, weight) if dtype is None else dtype
     apply: Any = _LinearCrossEntropy.apply
     wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
     if recompute is None:
@@ -165,9 +169,9 @@ def loss_of_head(
         recompute = saving_is_watched() or (few and hidden.device.type not in TIME_FIRST)
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
-        total: Tensor = summed(flat, weight, bias, rows, options, source, hooks).to(torch.float64)
+        total: Tensor = summed(flat, weight, bias, rows, options, dtype, source, hooks).double()
     else:
-        loss: Tensor = apply(flat, weight, bias, rows, options, source, hooks)
+        loss: Tensor = apply(flat, weight, bias, rows, options, dtype, source, hooks)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
         return shaped(total, target.shape)
@@ -175,6 +179,15 @@ def loss_of_head(
         items = (rows != options[0]).sum() if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
     return shaped(total.to(torch.float32), ())
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Of a head's products. An fp32 weight is rounded to the half type of hidden states by autocast
+    alone: without it, who keeps it in fp32 wants fp32 logits."""
+    half = hidden.dtype in (torch.float16, torch.bfloat16)
+    if half and weight.dtype == torch.float32 and not autocasts(hidden.device.type):
+        return torch.float32
+    return hidden.dtype
 
 
 def shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -235,10 +248,30 @@ def _ops() -> Any:
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, classes: int) -> Tensor:
     """[N, classes], of a head that may be `evened`: then a view whose rows lie further apart."""
-    logits = F.linear(x, weight, bias)
+    logits = _wide_linear(x, weight, bias) if x.dtype != weight.dtype else F.linear(x, weight, bias)
     if len(weight) != classes:
         logits = logits[:, :classes]
     return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in the dtype of the weight, which is wider than that of x."""
+    logits = x.new_empty(len(x), len(weight), dtype=weight.dtype)
+    for part, rows in _widened(x, weight.dtype):
+        torch.mm(rows, weight.t(), out=logits[part])
+    return logits if bias is None else logits.add_(bias)
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of x in `dtype`: all at once where they are of it, some at a time where they are not."""
+    count = len(x) if x.dtype == dtype else _rows_of_bytes(x.shape[1] * dtype.itemsize)
+    for start in range(0, max(len(x), 1), max(count, 1)):  # also of no row, whose product is zero
+        part = slice(start, start + count)
+        yield part, x[part].to(dtype)
+
+
+def _rows_of_bytes(each: int) -> int:
+    return max(LEAST, CHUNK_BYTES // max(each, 1))
 
 
 def evened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -287,15 +320,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         options: tuple[int, float, float, float],
+        dtype: torch.dtype,
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap = options
-        own = weight.to(hidden.dtype)  # the same tensor, but under autocast
-        own_bias = None if bias is None else bias.to(hidden.dtype)
+        own = weight.to(dtype)  # the same tensor, but under autocast
+        own_bias = None if bias is None else bias.to(dtype)
         own, own_bias = evened(own, own_bias)
-        count = max(LEAST, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+        count = _rows_of_bytes(weight.shape[0] * dtype.itemsize)
         losses, lses = [], []
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
             z = _logits(x, own, own_bias, scale, len(weight))
@@ -306,7 +340,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del z
             losses.append(loss)
             lses.append(lse)
-        ctx.options, ctx.hooks = options, hooks
+        ctx.options, ctx.dtype, ctx.hooks = options, dtype, hooks
         ctx.of_source = None if source is None else source.shape
         ctx.save_for_backward(hidden, weight, bias, target, torch.cat(lses))
         return torch.cat(losses)
@@ -318,16 +352,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, lse = ctx.saved_tensors
         if (found := _by_hooks(ctx, grad)) is not None:
             return found
-        wants_hidden, wants_weight, wants_bias = wanted = ctx.needs_input_grad[:3]
+        wanted = ctx.needs_input_grad[:3]
         if only_by_operators(grad):
             return (
-                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
+                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, ctx.dtype, grad),
                 *_others(ctx),
             )
         grad = _finite_or_nan(grad)
-        grads = Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
+        grads = Gradients(hidden, weight, bias, wanted, ctx.dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # it may be on around a backward
-            for part in grads.parts(hidden.element_size()):
+            for part in grads.parts(ctx.dtype.itemsize):
                 grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
         return *grads.results(), *_others(ctx)
 
@@ -343,13 +377,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         options: tuple[int, float, float, float],
+        dtype: torch.dtype,
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap = options
-        own = weight.to(hidden.dtype)  # the same tensor, but under autocast
-        own_bias = None if bias is None else bias.to(hidden.dtype)
+        own = weight.to(dtype)  # the same tensor, but under autocast
+        own_bias = None if bias is None else bias.to(dtype)
         own, own_bias = evened(own, own_bias)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
@@ -357,7 +392,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dw = made(own.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
         copied = bool(smoothing or softcap) and len(own) != len(weight)
-        count = max(LEAST, ROWS_BYTES // ((1 + copied) * len(weight) * hidden.element_size()))
+        count = max(LEAST, ROWS_BYTES // ((1 + copied) * len(weight) * dtype.itemsize))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         scratch = torch.empty_like(losses)
         total = hidden.new_empty((), dtype=torch.float32)
@@ -380,12 +415,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 _product_into(dx[part], z, own)
             if dw is not None:
-                (_add_product if start else _product_into)(dw, z.t(), x)
+                for rows, own_x in _widened(x, dtype):
+                    is_first = not start and not rows.start
+                    (_product_into if is_first else _add_product)(dw, z[rows].t(), own_x)
             if db is not None:
                 db += z.sum(0, dtype=torch.float32)[: len(weight)]
             del z
         dw = None if dw is None else dw[: len(weight)]
-        ctx.options, ctx.hooks = options, hooks
+        ctx.options, ctx.dtype, ctx.hooks = options, dtype, hooks
         ctx.of_source = None if source is None else source.shape
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
@@ -402,7 +439,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if only_by_operators(grad):
             wanted = ctx.needs_input_grad[:3]
             return (
-                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
+                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, ctx.dtype, grad),
                 *_others(ctx),
             )
         # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
@@ -421,7 +458,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 def _others(ctx: Any) -> tuple[Tensor | None, ...]:
     """The gradients of what the functions above are given besides: of the source there is none, for
     what comes to it comes by its rows."""
-    return None, None, _nothing(ctx, ctx.of_source), None
+    return None, None, None, _nothing(ctx, ctx.of_source), None
 
 
 def _nothing(ctx: Any, shape: torch.Size | None) -> Tensor | None:
@@ -450,10 +487,10 @@ def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
     if not ctx.hooks:
         return None
     needed = ctx.needs_input_grad
-    found = ctx.hooks.run(grad, (needed[5], *needed[1:3]))
+    found = ctx.hooks.run(grad, (needed[6], *needed[1:3]))
     if found is None:
         return None
-    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, found[0], None
+    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, None, found[0], None
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:
@@ -468,6 +505,7 @@ def _by_operators(
     wanted: tuple[bool, bool, bool],
     target: Tensor,
     options: tuple[int, float, float, float],
+    dtype: torch.dtype,
     grad: Tensor,
 ) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias by PyTorch's own operators, of all logits at once.
@@ -488,7 +526,7 @@ def _by_operators(
                     t.requires_grad_(want)
         x, w, b = own
         assert x is not None and w is not None
-        logits = F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
+        logits = F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
         wide = (logits if scale == 1.0 else logits * scale).float()
         if softcap:
             wide = softcap * torch.tanh(wide / softcap)
@@ -510,11 +548,11 @@ class Gradients:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        wants_hidden: bool,
-        wants_weight: bool,
-        wants_bias: bool,
+        wanted: Sequence[bool],
+        dtype: torch.dtype,
     ) -> None:
-        self.x, self.weight, self.bias = hidden, weight, bias
+        wants_hidden, wants_weight, wants_bias = wanted
+        self.x, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.dx = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
         self.dw = torch.empty_like(weight) if wants_weight else None
@@ -529,9 +567,8 @@ class Gradients:
 
     def logits(self, part: slice, scale: float) -> Tensor:
         """The head's result for some classes, [N, part], times `scale`."""
-        dtype = self.x.dtype
-        bias = None if self.bias is None else self.bias[part].to(dtype)
-        head = evened(self.weight[part].to(dtype), bias)
+        bias = None if self.bias is None else self.bias[part].to(self.dtype)
+        head = evened(self.weight[part].to(self.dtype), bias)
         return _logits(self.x, *head, scale, part.stop - part.start)
 
     def of_logits(
@@ -542,14 +579,13 @@ class Gradients:
         grad: Tensor,
         options: tuple[int, float, float, float],
     ) -> Tensor:
-        """d(loss) / d(linear's result) of the classes `part`, [N, part], in the dtype of hidden.
+        """d(loss) / d(linear's result) of the classes `part`, [N, part], in the products' dtype.
 
         The kernel knows a row's class by its number among those that it sees. A row whose class is
         elsewhere is told the first one, where the gradient is then written anew; label smoothing
         spreads over all classes, not over those seen, so it is taken out there and put in here.
         """
         ignore_index, smoothing, scale, softcap = options
-        dtype = self.x.dtype
         z = self.logits(part, scale)
         inside = (target >= part.start) & (target < part.stop)
         counted = target != ignore_index
@@ -573,7 +609,7 @@ class Gradients:
             anew = torch.exp(capped - lse) * grad
             if softcap:
                 anew = anew * (1 - (capped / softcap).square())
-            z[:, 0] = torch.where(outside, anew.to(dtype), z[:, 0])
+            z[:, 0] = torch.where(outside, anew.to(z.dtype), z[:, 0])
         return z if scale == 1.0 else z.mul_(scale)
 
     def _smoothed(
@@ -609,7 +645,10 @@ class Gradients:
         if self.dx is not None:
             _add_product(self.dx, d, weight)
         if self.dw is not None:
-            if self.dw.dtype == d.dtype and len(weight) == count:
+            if self.x.dtype != d.dtype:  # an fp32 head of half states
+                for rows, x in _widened(self.x, d.dtype):
+                    (_add_product if rows.start else _product_into)(self.dw[part], d[rows].t(), x)
+            elif self.dw.dtype == d.dtype and len(weight) == count:
                 torch.mm(d.t(), self.x, out=self.dw[part])
             else:  # fp32 parameters under autocast; evened
                 self.dw[part] = torch.mm(d.t(), self.x)[:count]

@@ -101,7 +101,8 @@ def linear_log_probs(
 
     Args:
         hidden: ``[..., H]``; fp32, fp16 or bf16, or fp64.
-        weight: ``[V, H]``, of the dtype of `hidden`; another is rounded to it.
+        weight: ``[V, H]``, of the dtype of `hidden`; another is rounded to it, but an fp32 one of
+            half hidden states without autocast, whose logits are fp32.
         target: ``[...]``, integers; `ignore_index`, or 0 to ``V - 1``. No token is shifted here.
         bias: ``[V]`` or None.
         ignore_index: rows with this target give 0, and no gradient.
@@ -241,9 +242,10 @@ def statistics(
     counted = rows != ignore_index
     flat = hidden.reshape(-1, hidden.shape[-1])
     wants = (mean, entropy, best)
+    dtype = head_loss.product_dtype(hidden, weight)
     apply: Any = _Statistics.apply
     with torch.autocast(hidden.device.type, enabled=False):
-        found = apply(flat, weight, bias, rows, counted, form, wants, class_weight)
+        found = apply(flat, weight, bias, rows, counted, form, wants, class_weight, dtype)
     log_probs, lse, means, entropies, classes = found
     return Statistics(
         log_probs,
@@ -338,9 +340,10 @@ class _Statistics(torch.autograd.Function):
         form: Form,
         wants: tuple[bool, bool, bool],
         class_weight: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        own = weight.to(hidden.dtype)
-        own_bias = None if bias is None else bias.to(hidden.dtype)
+        own = weight.to(dtype)
+        own_bias = None if bias is None else bias.to(dtype)
         own, own_bias = head_loss.evened(own, own_bias)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         spread = None if class_weight is None else class_weight.to(hidden.device, wide)
@@ -365,7 +368,7 @@ class _Statistics(torch.autograd.Function):
             if wants[1]:  # over y
                 p = (y - lse[:, None]).exp_()
                 entropies[part] = (lse - y.mul_(p).sum(-1)).masked_fill_(~valid, 0.0)
-        ctx.form, ctx.class_weight = form, class_weight
+        ctx.form, ctx.class_weight, ctx.dtype = form, class_weight, dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(best)
         ctx.save_for_backward(hidden, weight, bias, target, counted, lses, entropies)
@@ -378,7 +381,7 @@ class _Statistics(torch.autograd.Function):
         if all(g is None for g in upstream):
             return no_gradients(ctx)
         hidden, weight, bias, target, counted, lse, entropy = ctx.saved_tensors
-        grads = head_loss.Gradients(hidden, weight, bias, *ctx.needs_input_grad[:3])
+        grads = head_loss.Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.dtype)
         of_log_prob, of_lse, of_mean, of_entropy, _ = upstream
         classes, form = len(weight), ctx.form
         factor = torch.zeros_like(lse)  # of each row's softmax
@@ -403,5 +406,5 @@ class _Statistics(torch.autograd.Function):
                 d.scatter_add_(1, at, (of_log_prob * inside)[:, None].to(d.dtype))
             # of a row that is ignored nothing counts, also no infinity
             d = form.backward(d, y).masked_fill_(~counted[:, None], 0.0)
-            grads.add(part, d.to(hidden.dtype))
-        return *grads.results(), None, None, None, None, None
+            grads.add(part, d.to(ctx.dtype))
+        return *grads.results(), None, None, None, None, None, None
