@@ -703,6 +703,76 @@ def test_bad_input(function: str, changed: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("function", "changed", "name", "kind"),
+    [
+        *((f, {"target": None}, "target", "NoneType") for f in
+          ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "log_probs", "cross_entropy")),
+        *((f, {"hidden": [1.0]}, "hidden", "list") for f in
+          ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "log_probs", "jsd", "kl", "tvd")),
+        *((f, {"weight": 3}, "weight", "int") for f in ("dpo", "orpo", "kto", "grpo", "jsd")),
+        *((f, {"bias": [0.0]}, "bias", "list") for f in ("dpo", "cpo", "kto", "grpo", "tvd")),
+        ("kto", {"desirable": [1, 0, 0, 1]}, "desirable", "list"),
+        ("kto", {"reference": [0.0]}, "reference", "list"),
+        ("dpo", {"reference": [0.0]}, "reference", "list"),
+        ("orpo", {"nll_target": [[1]]}, "nll_target", "list"),
+        ("grpo", {"advantages": None}, "advantages", "NoneType"),
+        ("grpo", {"old_log_probs": [[0.0]]}, "old_log_probs", "list"),
+        ("grpo", {"ref_log_probs": 0.0}, "ref_log_probs", "float"),
+        ("cross_entropy", {"class_weight": [1.0]}, "class_weight", "list"),
+        ("jsd", {"mask": [1]}, "mask", "list"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tensor(function: str, changed: dict[str, Any], name: str, kind: str) -> None:
+    given = good()
+    if function in ("jsd", "kl", "tvd"):
+        del given["target"]
+        given["teacher"] = loss.Teacher(torch.zeros(4, 5, CLASSES))
+    given |= {
+        "dpo": {"reference": None},
+        "kto": {"reference": None, "desirable": torch.ones(4)},
+        "grpo": {"advantages": torch.ones(4)},
+    }.get(function, {})
+    with pytest.raises(TypeError, match=f"`{name}`: expected a tensor, got {kind}$"):
+        getattr(loss, f"linear_{function}")(**{**given, **changed})
+
+
+def test_a_teacher_of_no_tensor() -> None:
+    given = good()
+    hidden: Any = [0.0]
+    with pytest.raises(TypeError, match="`teacher`: expected a tensor as its `hidden`, got list"):
+        loss.linear_jsd(given["hidden"], given["weight"], loss.Teacher(hidden))
+
+
+#: Of which rows nothing counts, and whether the loss is then a number.
+WITHOUT_A_TOKEN: list[tuple[str, dict[str, Any], tuple[int, ...], bool]] = [
+    ("simpo", {}, (0,), False),
+    ("simpo", {}, (2,), False),
+    ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0}, (3,), False),
+    ("cpo", {"loss_type": "ipo", "cpo_alpha": 0.0}, (0,), False),
+    ("cpo", {"loss_type": "sigmoid"}, (0,), True),
+    ("cpo", {"loss_type": "hinge"}, (3,), True),
+    ("cpo", {"loss_type": "sigmoid"}, (0, 1), False),
+    ("cpo", {"loss_type": "sigmoid", "cpo_alpha": 0.0}, (0, 1), True),
+    ("orpo", {}, (0,), False),
+    ("orpo", {}, (3,), False),
+]
+
+
+@pytest.mark.parametrize(("function", "options", "ignored", "finite"), WITHOUT_A_TOKEN, ids=str)
+def test_rows_without_a_token(
+    function: str, options: Any, ignored: tuple[int, ...], finite: bool
+) -> None:
+    """A mean over no token is NaN, as in TRL's formulas; sums are 0."""
+    x, w = drawn(1, 4, 5, WIDTH).requires_grad_(), drawn(2, CLASSES, WIDTH).requires_grad_()
+    target = torch.randint(CLASSES, (4, 5), generator=torch.Generator().manual_seed(0))
+    target[list(ignored)] = -100
+    found = getattr(loss, f"linear_{function}")(x, w, target, **options)
+    assert found.loss.isfinite() == finite and found.loss.isnan() != finite
+    found.loss.backward()
+    assert x.grad is not None and x.grad[list(ignored)].nan_to_num().abs().max() == 0
+
+
+@pytest.mark.parametrize(
     ("teacher", "options", "message"),
     [
         (loss.Teacher(torch.zeros(4, 5, 3)), {}, r"`teacher`: expected logits of shape"),

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
-from hfpatch.losses.head_loss import check_head, product_dtype, shaped
+from hfpatch.losses.head_loss import (
+    check_head,
+    check_tensors,
+    check_tensors_or_none,
+    product_dtype,
+    shaped,
+)
 from hfpatch.losses.head_rows import Form, rows_at_a_time
 from hfpatch.proof.subject import no_gradients
 
@@ -146,6 +152,8 @@ def _distance(
         raise ValueError(f"`reduction`: expected 'mean', 'sum' or 'none', got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"`num_items`: expected it with `reduction='mean'`, got {reduction!r}")
+    check_tensors(hidden=hidden, weight=weight)
+    check_tensors_or_none(mask=mask)
     shape = hidden.shape[:-1]
     check_head(hidden, weight, torch.zeros(shape, dtype=torch.int64, device="cpu"), bias)
     _check_teacher(teacher, shape, len(weight))
@@ -177,6 +185,11 @@ def _check_teacher(teacher: Teacher, shape: torch.Size, classes: int) -> None:
             f"{type(teacher).__name__}"
         )
     hidden, weight = teacher.hidden, teacher.weight
+    for name, given in (("hidden", hidden), ("weight", weight), ("bias", teacher.bias)):
+        if not isinstance(given, Tensor) and (given is not None or name == "hidden"):
+            raise TypeError(
+                f"`teacher`: expected a tensor as its `{name}`, got {type(given).__name__}"
+            )
     width = classes if weight is None else weight.shape[-1]
     if hidden.shape != (*shape, width):
         name = "logits" if weight is None else "hidden"

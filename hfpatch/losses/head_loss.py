@@ -208,10 +208,8 @@ def check_head(
 ) -> None:
     """Raises TypeError for what is no tensor, ValueError where a head, what it is given and its
     targets do not belong together."""
-    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    for name, given in named.items():
-        if not isinstance(given, Tensor) and (given is not None or name != "bias"):
-            raise TypeError(f"`{name}`: expected a tensor, got {type(given).__name__}")
+    check_tensors(hidden=hidden, weight=weight, target=target)
+    check_tensors_or_none(bias=bias)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"`weight`: expected [V, {hidden.shape[-1] if hidden.dim() else 'H'}], the last "
@@ -227,6 +225,18 @@ def check_head(
     check_targets(target, len(weight), ignore_index)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"`bias`: expected [{weight.shape[0]}], got {list(bias.shape)}")
+
+
+def check_tensors(**named: Any) -> None:
+    """Raises TypeError for the first that is no tensor."""
+    for name, given in named.items():
+        if not isinstance(given, Tensor):
+            raise TypeError(f"`{name}`: expected a tensor, got {type(given).__name__}")
+
+
+def check_tensors_or_none(**named: Any) -> None:
+    """The same of what may be None."""
+    check_tensors(**{name: given for name, given in named.items() if given is not None})
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int, name: str = "target") -> None:

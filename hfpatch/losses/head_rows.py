@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
-from hfpatch.losses.head_loss import check_head, linear_cross_entropy, refusal, shaped
+from hfpatch.losses.head_loss import (
+    check_head,
+    check_tensors_or_none,
+    linear_cross_entropy,
+    refusal,
+    shaped,
+)
 from hfpatch.proof.subject import no_gradients
 
 
@@ -273,6 +279,7 @@ def weighted_rows(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"`label_smoothing`: expected 0 to 1, got {label_smoothing}")
     classes = weight.shape[0]
+    check_tensors_or_none(class_weight=class_weight)
     if class_weight is not None and class_weight.shape != (classes,):
         raise ValueError(f"`class_weight`: expected [{classes}], got {list(class_weight.shape)}")
     found = statistics(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hfpatch.losses.head_loss import check_tensors, check_tensors_or_none
 from hfpatch.losses.head_rows import linear_log_probs
 
 #: Of `linear_dpo`.
@@ -128,6 +129,7 @@ def linear_dpo(
         `Preference`; the loss is the mean over the pairs.
 
     Raises:
+        TypeError: what is no tensor.
         ValueError: shapes that do not belong together; an odd number of rows; an option unknown or
             out of its range.
     """
@@ -138,7 +140,8 @@ def linear_dpo(
         raise ValueError(
             f"`label_smoothing`: expected {least} to less than 0.5, got {label_smoothing}"
         )
-    _pairs(target)
+    _pairs(hidden, weight, target)
+    check_tensors_or_none(reference=reference)
     tokens = linear_log_probs(
         hidden, weight, target, bias, ignore_index=ignore_index, scale=scale, softcap=softcap
     )
@@ -214,7 +217,8 @@ def linear_cpo(
 
     The loss of DPO's forms without a reference, plus `cpo_alpha` times the negative log-likelihood
     of the chosen sequences per token. ``ipo`` and ``simpo`` take means per token; ``simpo`` wants a
-    margin of `simpo_gamma` (arXiv:2405.14734).
+    margin of `simpo_gamma` (arXiv:2405.14734). As TRL's, a mean over no token is NaN: of ``ipo``
+    and ``simpo`` where a whole row is ignored, of the likelihood where all chosen rows are.
 
     Args, returns, raises:
         As `linear_dpo`; `loss_type`: sigmoid, hinge, ipo or simpo; `label_smoothing`: of sigmoid
@@ -224,7 +228,7 @@ def linear_cpo(
     _positive("beta", beta)
     if not 0.0 <= label_smoothing <= 0.5:
         raise ValueError(f"`label_smoothing`: expected 0 to 0.5, got {label_smoothing}")
-    _pairs(target)
+    _pairs(hidden, weight, target)
     tokens = linear_log_probs(
         hidden, weight, target, bias, ignore_index=ignore_index, scale=scale, softcap=softcap
     )
@@ -264,7 +268,8 @@ def linear_simpo(
 ) -> Preference:
     """SimPO (arXiv:2405.14734): ``-logsigmoid(beta (mean chosen - mean rejected) - gamma)``.
 
-    `linear_cpo` with ``loss_type="simpo"``, ``simpo_gamma=gamma`` and ``cpo_alpha=0``.
+    `linear_cpo` with ``loss_type="simpo"``, ``simpo_gamma=gamma`` and ``cpo_alpha=0``: NaN where a
+    whole row is ignored.
     """
     return linear_cpo(
         hidden, weight, target, bias, beta=beta, loss_type="simpo", simpo_gamma=gamma,
@@ -288,7 +293,8 @@ def linear_orpo(
     """Odds ratio preference optimization (arXiv:2403.07691).
 
     The negative log-likelihood of the chosen sequences per token, minus `beta` times the mean of
-    ``logsigmoid(log_odds(chosen) - log_odds(rejected))``, of probabilities per token.
+    ``logsigmoid(log_odds(chosen) - log_odds(rejected))``, of probabilities per token. As TRL's, it
+    is NaN where a whole row is ignored: a mean over no token.
 
     Args:
         nll_target: ``[B, S]``: targets of the chosen sequences' likelihood, where more tokens count
@@ -298,7 +304,8 @@ def linear_orpo(
         As `linear_dpo`.
     """
     _positive("beta", beta)
-    _pairs(target)
+    _pairs(hidden, weight, target)
+    check_tensors_or_none(nll_target=nll_target)
     half = len(target) // 2
     merged = target
     if nll_target is not None:
@@ -376,6 +383,8 @@ def linear_kto(
     """
     _known("loss_type", loss_type, KTO)
     _positive("beta", beta)
+    check_tensors(hidden=hidden, weight=weight, target=target, desirable=desirable)
+    check_tensors_or_none(reference=reference)
     if desirable.shape != hidden.shape[:1]:
         raise ValueError(
             f"`desirable`: expected shape {list(hidden.shape[:1])}, got {list(desirable.shape)}"
@@ -455,6 +464,8 @@ def linear_grpo(
     """
     _known("loss_type", loss_type, GRPO)
     _known("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    check_tensors(hidden=hidden, weight=weight, target=target, advantages=advantages)
+    check_tensors_or_none(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     shape = tuple(target.shape)
     if target.dim() != 2:
         raise ValueError(f"`target`: expected [B, T], got {list(shape)}")
@@ -557,7 +568,8 @@ def _reference(reference: Tensor | None, sums: Tensor, counted: Tensor) -> Tenso
     return given
 
 
-def _pairs(target: Tensor) -> None:
+def _pairs(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    check_tensors(hidden=hidden, weight=weight, target=target)
     if target.dim() != 2 or len(target) % 2:
         raise ValueError(
             "`target`: expected [2 B, S], the chosen rows before as many rejected ones, got "
