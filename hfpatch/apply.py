@@ -259,6 +259,7 @@ def status(model: Any) -> Report:
     from hfpatch.blocks import flash3
     from hfpatch.decoding import kept
     from hfpatch.graphs import kept as graphs
+    from hfpatch.leaves.head import made_whole
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
@@ -268,12 +269,14 @@ def status(model: Any) -> Report:
     skips: list[Skip] = []
     candidates: list[Candidate] = []
     adapters = []
+    whole: list[str] = []
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _noted_of(module).said
         if mark is not None and isinstance(mark.details, Candidate):
             candidates.append(mark.details.now(path, module))  # type: ignore[attr-defined]
         elif mark is not None:
             swaps.append(replace(mark.details, path=path))
+            whole += made_whole(path, module)
             adapters.append(mark.adapter)
         elif isinstance(said, Skip):
             skips.append(replace(said, path=path))
@@ -287,6 +290,7 @@ def status(model: Any) -> Report:
         *(note for _, root in roots for note in graphs.notes(root)),
         *(note for _, root in roots for note in kept.notes(root)),
         *(note for _, root in roots for note in stepping_aside(root)),
+        *whole,
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]

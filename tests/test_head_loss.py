@@ -420,6 +420,11 @@ class _Square(torch.autograd.Function):
         return 2 * gradient * logits / logits.numel()
 
 
+def bias_of(logits: Tensor) -> Tensor:
+    """A constant that looks like one that is learned."""
+    return torch.linspace(-2, 2, logits.shape[-1]).flip(0).roll(17).to(logits.dtype)
+
+
 LOSSES: dict[str, Any] = {
     "an autograd function": lambda logits, ids: _Square.apply(logits),
     "an autograd function of logits that moved": lambda logits, ids: _Square.apply(
@@ -469,6 +474,62 @@ LOSSES: dict[str, Any] = {
         torch.reshape(logits.float(), (-1, logits.shape[-1])), torch.reshape(ids, (-1,))
     ),
     "all in one dimension": lambda logits, ids: logits.float().flatten().square().mean(),
+    "a bias": lambda logits, ids: F.cross_entropy(
+        (logits + bias_of(logits)).flatten(0, 1), ids.flatten()
+    ),
+    "a bias in front": lambda logits, ids: F.cross_entropy(
+        torch.add(bias_of(logits)[None], logits).float().flatten(0, 1), ids.flatten()
+    ),
+    "a bias of another dtype": lambda logits, ids: F.cross_entropy(
+        (logits + bias_of(logits).float()).flatten(0, 1), ids.flatten()
+    ),
+    "a bias behind the cast": lambda logits, ids: F.cross_entropy(
+        (logits.float() + bias_of(logits)).flatten(0, 1), ids.flatten()
+    ),
+    "two biases and a softcap": lambda logits, ids: F.cross_entropy(
+        (torch.tanh((bias_of(logits) + logits + bias_of(logits)) / 4.0) * 4.0).flatten(0, 1),
+        ids.flatten(),
+    ),
+    "a bias behind a scale": lambda logits, ids: F.cross_entropy(
+        (logits * 0.5 + bias_of(logits)).flatten(0, 1), ids.flatten()
+    ),
+    "twice a bias": lambda logits, ids: F.cross_entropy(
+        torch.add(logits, bias_of(logits), alpha=2).flatten(0, 1), ids.flatten()
+    ),
+    "logits times alpha": lambda logits, ids: F.cross_entropy(
+        torch.add(bias_of(logits), logits, alpha=2).flatten(0, 1), ids.flatten()
+    ),
+    "one number for each row": lambda logits, ids: F.cross_entropy(
+        (logits + ids[..., None].to(logits)).flatten(0, 1), ids.flatten()
+    ),
+    "rows of a mask": lambda logits, ids: F.cross_entropy(
+        logits[..., :-1, :][ids[..., 1:] > 40].contiguous().float(), ids[..., 1:][ids[..., 1:] > 40]
+    ),
+    "a mask behind a slice": lambda logits, ids: F.cross_entropy(
+        logits[:, ids[0] > 40].flatten(0, 1), ids[:, ids[0] > 40].flatten()
+    ),
+    "a mask of two dimensions": lambda logits, ids: F.cross_entropy(
+        logits[(ids > 40) | (ids < 20), :], ids[(ids > 40) | (ids < 20)]
+    ),
+    "rows by their numbers": lambda logits, ids: F.cross_entropy(
+        logits[torch.tensor([1, 0, 1]), torch.tensor([3, -2, 3])],
+        ids[torch.tensor([1, 0, 1]), torch.tensor([3, -2, 3])],
+    ),
+    "one row": lambda logits, ids: F.cross_entropy(logits[:, -2], ids[:, -2]),
+    "rows the other way round": lambda logits, ids: F.cross_entropy(
+        logits.transpose(0, 1).contiguous().view(-1, logits.size(-1)).float(),
+        ids.transpose(0, 1).flatten(),
+    ),
+    "some classes": lambda logits, ids: F.cross_entropy(
+        logits[:, 1:, 2:101].float().reshape(-1, 99), ids[:, 1:].flatten() - 2
+    ),
+    "some classes of a capped sum": lambda logits, ids: F.cross_entropy(
+        (torch.tanh((logits + bias_of(logits)).float() / 5.0) * 5.0)[..., :-7].flatten(0, 1),
+        ids.flatten(),
+    ),
+    "every other class": lambda logits, ids: F.cross_entropy(
+        logits[..., ::2].float().flatten(0, 1), ids.flatten() // 2
+    ),
     "twice": lambda logits, ids: (
         F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
         + 1e-3 * logits.float().logsumexp(-1).square().mean()
@@ -529,14 +590,176 @@ def test_half_logits_of_a_masked_model(
         assert error <= 1.2 * expected + eps * want.abs().max()
 
 
-@pytest.mark.parametrize("name", ["flattened", "flattened, from the end", "reshaped by a function"])
-def test_a_shape_by_any_name_makes_no_logits(name: str) -> None:
-    model = training_model()
+WITHOUT_LOGITS = [
+    "flattened",
+    "flattened, from the end",
+    "reshaped by a function",
+    "a bias",
+    "a bias in front",
+    "a bias of another dtype",
+    "a bias behind the cast",
+    "two biases and a softcap",
+    "rows of a mask",
+    "a mask behind a slice",
+    "a mask of two dimensions",
+    "rows by their numbers",
+    "one row",
+    "rows the other way round",
+    "some classes",
+    "some classes of a capped sum",
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WITHOUT_LOGITS)
+def test_what_is_written_down_makes_no_logits(name: str, dtype: torch.dtype) -> None:
+    model = training_model(dtype=dtype)
     hfpatch.apply(model, mode="training", include="lm_head")
     ids = ids_of(model)
     logits = model(input_ids=ids).logits
     LOSSES[name](logits, ids).backward()
     assert logits._made is None
+
+
+def the_model_with(change: Any = None) -> tuple[Any, Any]:
+    twin = training_model()
+    if change is not None:
+        change(twin)
+    model = copy.deepcopy(twin)
+    assert head_of(hfpatch.apply(model, mode="training", include="lm_head")) == ["lm_head"]
+    return model, twin
+
+
+def with_bias(model: Any) -> None:
+    torch.manual_seed(1)
+    old = model.lm_head
+    model.lm_head = nn.Linear(old.in_features, old.out_features)
+
+
+USES = ["a loss", "a hook that looks", "a hook that changes", "an early hook", "a function"]
+USES += ["two losses", "twice differentiated"]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("of", [None, with_bias], ids=["no bias", "a bias of the head's"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_added_bias_that_is_learned(
+    use: str, of: Any, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recompute:
+        monkeypatch.setattr(head_loss, "TIME_FIRST", frozenset())
+    found = []
+    for model in the_model_with(of):
+        model.set_attn_implementation("eager")
+        ids = ids_of(model)
+        bias = bias_of(model.lm_head.weight[:, 0]).clone().requires_grad_()
+        raw = model(input_ids=ids).logits
+        logits = raw + bias
+        heard: list[Tensor] = []
+        if use == "a function":
+            loss: Any = _Square.apply(logits)
+        else:
+            loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+        if use == "two losses":
+            loss = loss + F.cross_entropy(raw[:, 0], ids[:, 0]) + (logits[0] * 0.1).square().mean()
+        elif use == "a hook that looks":
+            logits.register_hook(lambda g, heard=heard: heard.append(g * 1.0))
+            raw.register_hook(lambda g, heard=heard: heard.append(g * 1.0))
+        elif use == "a hook that changes":
+            logits.register_hook(lambda g: g * 3.0)
+        elif use == "an early hook":
+            raw.register_hook(lambda g: g * 3.0)
+        leaves = [bias, *model.parameters()]
+        if use == "twice differentiated":
+            (first,) = torch.autograd.grad(loss, bias, create_graph=True)
+            loss = loss + first.square().sum()
+        loss.backward()
+        found.append([loss.detach(), *heard, *(p.grad for p in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_an_added_bias_that_is_written_to_after() -> None:
+    found = []
+    for model in the_model_with():
+        ids, bias = ids_of(model), bias_of(model.lm_head.weight[:, 0])
+        logits = model(input_ids=ids).logits + bias
+        bias.zero_()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        found.append([loss.detach(), logits.detach() * 1.0])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_that_is_written_to_after() -> None:
+    found = []
+    for model in the_model_with():
+        ids = ids_of(model)
+        mask, labels = ids > 40, ids[ids > 40]
+        logits = model(input_ids=ids).logits[mask]
+        mask.fill_(False)
+        found.append([F.cross_entropy(logits, labels).detach()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+INDICES: dict[str, Any] = {
+    "a mask of fewer rows": lambda y: y[torch.ones(2, 5, dtype=torch.bool)],
+    "a mask of more rows": lambda y: y[torch.ones(2, 40, dtype=torch.bool)],
+    "a mask of fewer batches": lambda y: y[torch.ones(1, dtype=torch.bool)],
+    "a row that is not there": lambda y: y[:, 99],
+    "rows that are not there": lambda y: y[:, torch.tensor([1, 99])],
+    "too many": lambda y: y[0, 0, 0, 0],
+    "two ellipses": lambda y: y[..., ..., 0],
+    "no rows": lambda y: y[torch.zeros(2, 13, dtype=torch.bool)],
+    "no classes": lambda y: y[..., 3:3],
+    "a step back": lambda y: y[..., ::-1],
+    "a new dimension": lambda y: y[:, None],
+    "a list": lambda y: y[:, [1, 2]],
+    "a flag": lambda y: y[True],
+    "a number of no dimension": lambda y: y[torch.tensor(1)],
+    "a mask of no dimension": lambda y: y[torch.tensor(True)],
+    "a mask of everything": lambda y: y[torch.ones_like(y, dtype=torch.bool)],
+    "bytes": lambda y: y[:, torch.ones(13, dtype=torch.uint8)],
+    "lists around a slice": lambda y: y[torch.tensor([0, 1]), :, torch.tensor([3, 4])],
+    "rows by two lists, of a slice": lambda y: y[torch.tensor([[0], [1]]), torch.tensor([0, 2])],
+    "a class": lambda y: y[:, :, 3],
+    "a bias of another size": lambda y: y + torch.ones(5),
+    "a bias of more dimensions": lambda y: y + torch.ones(1, 1, 1, y.shape[-1]),
+    "a bias of integers": lambda y: y + torch.arange(y.shape[-1]),
+    "a bias of fp64": lambda y: y + torch.ones(y.shape[-1], dtype=torch.float64),
+    "a number": lambda y: y + 1.0,
+    "classes and rows": lambda y: y.transpose(1, 2),
+    "dimensions that are not there": lambda y: y.transpose(0, 5),
+    "how it lies": lambda y: y[:, :5].stride(),
+    "how one dimension lies": lambda y: y.transpose(0, 1).stride(0),
+    "whether it lies in a row": lambda y: y[:, 1].is_contiguous(),
+    "whether it lies in a row, in a format": lambda y: y.is_contiguous(
+        memory_format=torch.contiguous_format
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_or_a_sum_is_the_originals(name: str) -> None:
+    model, twin = the_model_with()
+    ids = ids_of(model)
+    found: list[Any] = []
+    for m in (model, twin):
+        logits = m(input_ids=ids).logits
+        try:
+            found.append(INDICES[name](logits))
+        except Exception as e:
+            found.append(e)
+    ours, theirs = found
+    if isinstance(theirs, Exception):
+        assert type(ours) is type(theirs), ours
+        return
+    if not isinstance(theirs, Tensor):
+        assert ours == theirs
+        return
+    assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+    assert torch.equal(ours, theirs)
 
 
 #: A checkpoint runs its loss twice, the second time with logits that the first one made.

@@ -7,7 +7,7 @@ that a model's `get_output_embeddings` names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 from hfpatch.announce import announce_in_call
 from hfpatch.leaves.recall import RecallSubject
-from hfpatch.losses.deferred_logits import DeferredLogits
+from hfpatch.losses.deferred_logits import Adapter, DeferredLogits
 from hfpatch.losses.head_loss import refusal
 from hfpatch.losses.resharded import is_resharded
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.per_object import PerObject
+from hfpatch.proof.contract import Contract
 from hfpatch.proof.subject import (
     Family,
     Forward,
@@ -32,6 +34,8 @@ from hfpatch.proof.subject import (
     plain,
     watched,
 )
+from hfpatch.proof.unchanged import is_hooked
+from hfpatch.training import lora
 
 if TYPE_CHECKING:
     from hfpatch.planning.sites import Site
@@ -42,6 +46,9 @@ _RESHARDED = (
     "forward of its unit (`reshard_after_forward=True`), and a loss without logits needs it then; "
     "leave that option to its default for the model that has the head"
 )
+#: Why the logits of each head were made whole, in the order in which that was found.
+_whole: PerObject[nn.Module, dict[str, None]] = PerObject()
+_MOST = 8
 
 
 class Heads(Family):
@@ -54,10 +61,11 @@ class Heads(Family):
     differentiable = True
 
     def examine(self, module: nn.Module) -> Subject | str | None:
-        if type(module) is not nn.Linear:
-            return f"its logits cannot be deferred: the head is a `{type(module).__name__}`"
-        held: list[Any] = [p for p in module._parameters.values() if p is not None]
-        if module._parameters.get("weight") is None:  # FSDP1 leaves a view of its flat parameter
+        layer: nn.Module = module
+        if type(layer) is not nn.Linear:
+            return f"its logits cannot be deferred: the head is a `{type(layer).__name__}`"
+        held: list[Any] = [p for p in layer._parameters.values() if p is not None]
+        if layer._parameters.get("weight") is None:  # FSDP1 leaves a view of its flat parameter
             return "its logits cannot be deferred: the head's weight is not its parameter"
         # FSDP2 makes a DTensor whole for the forward. Where nobody does, planning says so.
         own = [p.to_local() if is_dtensor(p) else p for p in held]
@@ -70,31 +78,45 @@ class Heads(Family):
     def compare(self, module: nn.Module) -> tuple[float, float] | str:
         """The loss and its gradients of a small head of the same dtype, against PyTorch's own."""
         generator = torch.Generator().manual_seed(0)
-        device, dtype = module.weight.device, module.weight.dtype
+        parts = lora.adapted_inside(module) if lora.is_adapted(module) else None
+        layer: Any = module if parts is None else parts.base
+        device, dtype = layer.weight.device, layer.weight.dtype
 
         def drawn(*shape: int) -> Tensor:
             with torch.inference_mode(False):
-                x = torch.randn(shape, generator=generator).to(device, dtype)  # type: ignore[arg-type]
+                x = torch.randn(shape, generator=generator).to(device, dtype)
                 return x.requires_grad_()
 
         x, weight = drawn(2, 9, 24), drawn(50, 24)
-        bias = None if module.bias is None else drawn(50)
+        bias = None if layer.bias is None else drawn(50)
+        a, b = (None, None) if parts is None else (drawn(3, 24), drawn(50, 3))
         target = torch.randint(50, (18,), generator=generator)
         target[3] = -100
-        leaves = [t for t in (x, weight, bias) if t is not None]
+        leaves = [t for t in (x, weight, bias, a, b) if t is not None]
         found = []
         with torch.enable_grad():
-            for make in (DeferredLogits.of, F.linear):
-                logits = make(x, weight, bias).float().view(-1, 50)
+            for defers in (True, False):
+                if defers:
+                    adapter = None if a is None or b is None else Adapter(a, b, 0.5, dtype)
+                    logits: Tensor = DeferredLogits.of(x, weight, bias, adapter)
+                else:
+                    logits = F.linear(x, weight, bias)
+                    if a is not None and b is not None:
+                        logits = logits + F.linear(F.linear(x, a), b) * 0.5
+                logits = logits.float().view(-1, 50)
                 loss = F.cross_entropy(logits, target.to(x.device))
                 found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-        return _apart(found, torch.finfo(dtype).eps)  # type: ignore[arg-type]
+        return _apart(found, torch.finfo(dtype).eps)
 
 
 class HeadSubject(RecallSubject):
     """A head; what it returns is read by its model, so nothing inside is bypassed."""
 
     op = "linear_cross_entropy"
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        _whole.pop(self.module, None)
+        return super().forward(original, contract)
 
 
 def _apart(found: list[list[Tensor]], eps: float) -> tuple[float, float] | str:
@@ -110,53 +132,119 @@ def _apart(found: list[list[Tensor]], eps: float) -> tuple[float, float] | str:
 
 
 def _deferring(original: Forward) -> Forward:
-    own = coded(original)
-    code = own.__code__
+    own, linear = coded(original), coded(nn.Linear.forward)
+    codes = own.__code__, linear.__code__
     told: list[bool] = []
 
-    def forward(self: nn.Module, input: Any) -> Any:
-        if type(self).forward is not original or own.__code__ is not code:  # it was patched since
-            return type(self).forward(self, input)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(self).forward is not original or own.__code__ is not codes[0]:  # patched since
+            return type(self).forward(self, *args, **kwargs)
         if (
-            not is_compiling()
-            and type(self) is nn.Linear
-            and self.__dict__.keys().isdisjoint(("weight", "bias"))  # these hide the parameters
+            len(args) == 1
+            and not kwargs
+            and not is_compiling()
             and self.training
             and torch.is_grad_enabled()
-            and type(input) is Tensor
-            and input.dim() >= 2
+            and type(args[0]) is Tensor
+            and args[0].dim() >= 2
             and not watched()
-            and not self._forward_hooks  # those before it have run
-            and not self._backward_hooks
-            and not self._backward_pre_hooks
             and not torch._C._len_torch_dispatch_stack()
         ):
-            weight, bias = self.weight, self.bias
-            x = input
-            kind = x.device.type
-            cast = autocasts(kind) and x.dtype.is_floating_point
-            if cast:
-                x = x.to(torch.get_autocast_dtype(kind))
-            wide_weight = weight.dtype == torch.float32 and x.dtype in KERNEL_DTYPES
-            if (
-                type(weight) is nn.Parameter
-                and (bias is None or type(bias) is nn.Parameter)
-                and (weight.dtype == x.dtype or (cast and wide_weight))
-                and weight.device == x.device
-                and weight.dim() == 2
-                and weight.shape[1] == x.shape[-1]
-                and weight.numel()
-                and (x.requires_grad or weight.requires_grad)
-                and refusal(x, weight) is None
-            ):
-                if not is_resharded(self):
-                    return DeferredLogits.of(x, weight, bias)
-                if not told:
-                    told.append(True)
-                    announce_in_call(_RESHARDED)
-        return original(self, input)
+            found: DeferredLogits | str = "`torch.nn.Linear` was patched since"
+            if linear.__code__ is codes[1]:
+                found = _deferred(self, args[0])
+            if not isinstance(found, str):
+                return found
+            if found:
+                _note(self, found)
+            if found == _RESHARDED and not told:
+                told.append(True)
+                announce_in_call(_RESHARDED)
+        return original(self, *args, **kwargs)
 
     return forward
+
+
+def _deferred(module: nn.Module, x: Tensor) -> DeferredLogits | str:
+    """The logits, to be made later; or why they are made now, "" where nobody trains it."""
+    if module._forward_hooks:  # those before it have run
+        return "a forward hook stands on the head"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "a backward hook stands on the head"
+    layer, parts = module, None
+    if type(module) is not nn.Linear:
+        parts = lora.adapted_inside(module)
+        if parts is None:
+            return lora.why_not(module)
+        layer = parts.base
+        if type(layer) is not nn.Linear or is_hooked(layer) or "forward" in layer.__dict__:
+            return "something stands on the layer inside of the adapter"
+    weight, bias = layer.weight, layer.bias
+    if (
+        not layer.__dict__.keys().isdisjoint(("weight", "bias"))  # these hide the parameters
+        or type(weight) is not nn.Parameter
+        or (bias is not None and type(bias) is not nn.Parameter)
+    ):
+        return "the head's weight is not its parameter, or a tensor subclass"
+    cast = autocasts(x.device.type) and x.dtype.is_floating_point
+    if cast:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    wide_weight = weight.dtype == torch.float32 and x.dtype in KERNEL_DTYPES
+    if not (weight.dtype == x.dtype or (cast and wide_weight)):
+        return f"its weight is {weight.dtype}, what it is given {x.dtype}"
+    if (
+        weight.device != x.device
+        or weight.dim() != 2
+        or weight.shape[1] != x.shape[-1]
+        or not weight.numel()
+    ):
+        return "what it is given does not fit its weight"
+    adapter = None
+    if parts is not None:
+        dtypes = {parts.a.dtype, parts.b.dtype}
+        dtype = x.dtype if cast else parts.a.dtype
+        if (
+            not dtypes <= {x.dtype, torch.float32}
+            or (len(dtypes) > 1 and not cast)
+            or {parts.a.device, parts.b.device} != {x.device}
+        ):
+            return "its adapter is of another dtype or device"
+        adapter = Adapter(parts.a, parts.b, parts.scaling, dtype)
+    learns = (x, weight, *(() if adapter is None else adapter[:2]))
+    if not any(t.requires_grad for t in learns):
+        return ""
+    if (why := refusal(x, weight)) is not None:
+        return why
+    if is_resharded(layer):
+        return _RESHARDED
+    reasons = _reasons(module)
+    return DeferredLogits.of(x, weight, bias, adapter, lambda name: _add(reasons, _reads(name)))
+
+
+def _reads(name: str) -> str:
+    return f"`{name}` reads them" if name.isidentifier() else f"{name} reads them"
+
+
+def _reasons(module: nn.Module) -> dict[str, None]:
+    found = _whole.get(module)
+    if found is None:
+        found = _whole[module] = {}
+    return found
+
+
+def _note(module: nn.Module, why: str) -> None:
+    _add(_reasons(module), why)
+
+
+def _add(reasons: dict[str, None], why: str) -> None:
+    if len(reasons) < _MOST:
+        reasons[why] = None
+
+
+def made_whole(path: str, module: nn.Module) -> Iterator[str]:
+    """What `status` says of a head that was swapped, and whose logits were made whole."""
+    if reasons := _whole.get(module):
+        yield f"`{path}`: its logits were made whole: {'; '.join(list(reasons))}"
 
 
 def head_sites(sites: Iterable[Site]) -> list[Site]:

@@ -2,12 +2,13 @@
 
 In training the head of a language model returns `DeferredLogits`: a tensor subclass that holds what
 the head was given and its weight. What a model does to its logits before the loss is written down
-(casts, shapes, slices of rows, a scale, a softcap). `torch.nn.functional.cross_entropy` of them
-runs `head_loss.linear_cross_entropy`; so every loss function that ends there is served,
-transformers' own and the user's. Every other operation makes the logits by the head's own product,
-with autograd, and goes on with them: numbers and gradients are then the original's. Code that
-PyTorch's Python interface does not see, as an autograd function of the user's (Liger's loss), finds
-the logits in autograd's graph, as the result of the same product.
+(casts, shapes, some of the rows or classes, a bias, a scale, a softcap).
+`torch.nn.functional.cross_entropy` of them runs `head_loss.linear_cross_entropy`; so every loss
+function that ends there is served, transformers' own and the user's. Every other operation makes
+the logits by the head's own product, with autograd, and goes on with them: numbers and gradients
+are then the original's. Code that PyTorch's Python interface does not see, as an autograd function
+of the user's (Liger's loss), finds the logits in autograd's graph, as the result of the same
+product.
 """
 
 from __future__ import annotations
@@ -16,41 +17,75 @@ import math
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
-from hfpatch.losses.head_loss import loss_of_head
+from hfpatch.losses.head_loss import Options, check_head, loss_of_head
 from hfpatch.losses.logits_hooks import Formula, Hook, LogitsHooks, Place
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.saved import kept_as_they_are, saving_is_watched
 from hfpatch.proof.subject import autocasts, no_gradients
 
 
+class Adapter(NamedTuple):
+    """Of LoRA: ``scaling (hidden a^T) b^T`` is added to the product. a [r, H], b [V, r].
+
+    dtype: of the two small products, that of the hidden states or fp32.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class _Head:
-    """What the logits are made of: hidden [..., H], weight [V, H], bias [V] or None."""
+    """What the logits are made of: hidden [..., H], weight [V, H], bias [V] or None, an adapter."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    adapter: Adapter | None
     versions: tuple[int, ...]
+    told: Callable[[str], None]  # which operation has made them whole
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Head:
-        return _Head(hidden, weight, bias, _versions(hidden, weight, bias))
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapter: Adapter | None,
+        told: Callable[[str], None],
+    ) -> _Head:
+        ab = () if adapter is None else (adapter.a, adapter.b)
+        return _Head(hidden, weight, bias, adapter, _versions(hidden, weight, bias, *ab), told)
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Hidden states, weight, bias, and A and B of the adapter."""
+        ab = (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return [self.hidden, self.weight, self.bias, *ab]
+
+    def like(self, tensors: Sequence[Any]) -> _Head:
+        """The same of other tensors."""
+        x, weight, bias, a, b = tensors
+        adapter = None if self.adapter is None else self.adapter._replace(a=a, b=b)
+        return _Head.of(x, weight, bias, adapter, self.told)
 
     def check_unchanged(self) -> None:
         """Raises HfpatchError where a tensor was written to since the forward."""
         # Sharded weights are given back after the backward.
         gone = not self.weight.untyped_storage().size() and self.weight.numel()
-        if gone or _versions(self.hidden, self.weight, self.bias) != self.versions:
+        if gone or _versions(*self.tensors) != self.versions:
             raise HfpatchError(
                 "`logits`: expected the head's weight and input as they were in the forward, got "
                 "others (an optimizer's step?); with `hfpatch.apply(mode='training')` logits are "
@@ -65,7 +100,12 @@ class _Head:
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight, bias)
+            y = F.linear(x, weight, bias)
+            if self.adapter is None:
+                return y
+            a, b, scaling, dtype = self.adapter  # as PEFT's module computes it
+            low = F.linear(x.to(dtype), a.to(dtype))
+            return (y + F.linear(low, b.to(dtype)) * scaling).to(y.dtype)
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -74,7 +114,7 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 #: Steps whose result lies where the logits lie: who writes to either writes to both. A "shape" or
 #: "rows" step with other elements side by side is one; a "copy" has the same elements elsewhere.
-_VIEWS = frozenset({"shape", "rows"})
+_VIEWS = frozenset({"shape", "rows", "swap", "classes"})
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda y, dtype: y.to(dtype),
     "copy": lambda y, shape: y.reshape(shape).clone(memory_format=torch.contiguous_format),
@@ -83,6 +123,10 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "tanh": lambda y, _: torch.tanh(y),
     "shape": lambda y, shape: y.reshape(shape),
     "rows": lambda y, index: y[index],
+    "picked": lambda y, index: y[index],  # rows too, by their numbers
+    "swap": lambda y, dims: y.transpose(*dims),
+    "classes": lambda y, part: y[..., part],
+    "add": lambda y, bias: y + bias,
 }
 
 
@@ -102,11 +146,19 @@ class DeferredLogits(Tensor):
     _losses: list[LogitsHooks]  # of the losses that were made of them without their values
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        """`F.linear(hidden, weight, bias)`, later. hidden [..., H], weight [V, H], bias [V]."""
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapter: Adapter | None = None,
+        told: Callable[[str], None] = lambda _: None,
+    ) -> DeferredLogits:
+        """`F.linear(hidden, weight, bias)`, later. hidden [..., H], weight [V, H], bias [V]; `told`
+        of each operation that makes them whole."""
         shape = (*hidden.shape[:-1], weight.shape[0])
         strides = torch.empty(shape, device="meta").stride()
-        return _deferred(_Head.of(hidden, weight, bias), shape, strides, hidden.dtype)
+        head = _Head.of(hidden, weight, bias, adapter, told)
+        return _deferred(head, shape, strides, hidden.dtype)
 
     def materialized(self) -> Tensor:
         """The logits as the original has them, part of autograd's graph; made at the first call.
@@ -129,6 +181,13 @@ class DeferredLogits(Tensor):
                 if (later := reference()) is not None:
                     later.materialized()
         return self._made
+
+    def _is_of_made(self) -> bool:
+        """Whether they are, or what they were made of."""
+        logits: DeferredLogits | None = self
+        while logits is not None and logits._made is None:
+            logits = logits._before
+        return logits is not None
 
     def steps(self) -> list[tuple[str, Any]] | None:
         """What was done to the head's result; None if somebody has read it meanwhile."""
@@ -165,8 +224,7 @@ class DeferredLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             place = Place(len(self._steps), self.shape, self.dtype, self.device)
         first, *others = self._losses
-        tensors = (head.hidden, head.weight, head.bias)
-        return first.add(hook, place, tensors, head.check_unchanged, others)
+        return first.add(hook, place, head.tensors, head.check_unchanged, others)
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,10 +249,15 @@ class DeferredLogits(Tensor):
         if func == _BASE and (args[0]._step is None or args[0]._step[0] not in _VIEWS):
             return None  # FSDP2 asks each result of a model whether it is a view
         step = _RECORDED.get(func)
-        if step is not None and args and type(args[0]) is DeferredLogits:
-            found = step(*args, **kwargs)
+        of = args[::-1] if step is _plus and len(args) == 2 else args
+        of = args if args and type(args[0]) is DeferredLogits else of
+        if step is not None and of and type(of[0]) is DeferredLogits:
+            found = step(*of, **kwargs)
             if found is not None:
                 return found
+        for logits in _deferred_in((args, kwargs)):
+            if not logits._is_of_made():
+                logits._head.told(getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_plain(args), **_plain(kwargs))
 
@@ -223,16 +286,18 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        head: _Head,
         steps: list[tuple[str, Any]],
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        *tensors: Tensor | None,
     ) -> DeferredLogits:
+        """tensors: the head's five, and what is added to its result, step by step."""
         ctx.set_materialize_grads(False)
-        ctx.steps = steps
-        ctx.save_for_backward(hidden, weight, bias)
+        # without the tensors, which are saved
+        ctx.adapter, ctx.told = head.adapter and head.adapter[2:], head.told
+        ctx.steps = [(name, None if name == "add" else value) for name, value in steps]
+        ctx.save_for_backward(*tensors)
         made: DeferredLogits = Tensor._make_wrapper_subclass(
-            DeferredLogits, shape, dtype=dtype, device=hidden.device
+            DeferredLogits, shape, dtype=dtype, device=head.hidden.device
         )
         return made
 
@@ -240,19 +305,22 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return no_gradients(ctx)
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
         graph = torch.is_grad_enabled()  # gradients of these gradients may be asked for
         inputs: list[Any] = [
             None if t is None else t.view_as(t) if graph else t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
-            y = _Head.of(*inputs).product()
+            x, weight, bias, a, b, *added = inputs
+            adapter = ctx.adapter and Adapter(a, b, *ctx.adapter)
+            y = _Head.of(x, weight, bias, adapter, ctx.told).product()
+            biases = iter(added)
             for name, value in ctx.steps:
-                y = _STEPS[name](y, value)
+                y = _STEPS[name](y, next(biases) if name == "add" else value)
         wanted = [t for t, need in zip(inputs, needed, strict=True) if t is not None and need]
         found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=graph))
-        return None, None, None, *(next(found) if need else None for need in needed)
+        return None, None, None, None, *(next(found) if need else None for need in needed)
 
 
 def _deferred(
@@ -268,7 +336,7 @@ def _deferred(
     records = torch.is_grad_enabled() and (before is None or _requires_grad(before))
     with torch.set_grad_enabled(records):
         made: DeferredLogits = _Product.apply(  # type: ignore[no-untyped-call]
-            shape, dtype, steps, head.hidden, head.weight, head.bias
+            shape, dtype, head, steps, *head.tensors, *_added(steps)
         )
     made._head, made._before, made._step, made._made = head, before, step, None
     made._steps, made._bare, made._strides = steps, None, strides
@@ -281,6 +349,10 @@ def _deferred(
             is_view = logits._step is not None and logits._step[0] in _VIEWS
             logits = logits._before if is_view else None
     return made
+
+
+def _added(steps: list[tuple[str, Any]]) -> list[Tensor]:
+    return [value for name, value in steps if name == "add"]
 
 
 def _deferred_in(value: Any) -> Iterator[DeferredLogits]:
@@ -305,6 +377,7 @@ def _value(logits: DeferredLogits) -> Tensor:
             return logits._made.detach()
         if logits._bare is None:
             logits._are_used()
+            logits._head.told("an autograd function")
             logits._bare = logits._head.product()
             for name, value in logits._steps:
                 logits._bare = _STEPS[name](logits._bare, value)
@@ -461,25 +534,91 @@ def _contiguous(logits: DeferredLogits) -> DeferredLogits | None:
     return _then(logits, "copy", shape, torch.empty(shape, device="meta"))
 
 
-def _rows(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
-    """Slices of other dimensions than the classes', as `logits[..., :-1, :]`."""
-    parts = index if isinstance(index, tuple) else (index,)
-    whole = slice(None)
-    if not all(p is Ellipsis or isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
+def _item(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
+    """Some of the rows, as `logits[..., :-1, :]`, `logits[:, 0]`, `logits[mask]`, and of the
+    classes those that follow each other."""
+    parts = _parts(index if isinstance(index, tuple) else (index,), _shape(logits))
+    if parts is None or type(parts[-1]) is not slice:
         return None
-    shape = _shape(logits)
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        missing = len(shape) - len(parts) + 1
-        parts = (*parts[:at], *[whole] * missing, *parts[at + 1 :])
-    parts = (*parts, *[whole] * (len(shape) - len(parts)))
-    if len(parts) != len(shape) or parts[-1] != whole:
-        return None
+    rows, classes = (*parts[:-1], slice(None)), parts[-1]
     try:
-        like = _meta(logits)[parts]
+        if any(isinstance(p, Tensor) for p in rows):
+            return _picked(logits, rows) if classes == slice(None) else None
+        start, stop, by = classes.indices(_shape(logits)[-1])
+        if by != 1 or stop <= start:
+            return None
+        if rows != (slice(None),) * len(rows) or classes == slice(None):
+            logits = _then(logits, "rows", rows, _meta(logits)[rows])
+        if stop - start == _shape(logits)[-1]:
+            return logits
+        part = slice(start, stop)
+        return _then(logits, "classes", part, _meta(logits)[..., part])
     except (ValueError, TypeError, IndexError):  # PyTorch's own error is the original's
         return None
-    return _then(logits, "rows", parts, like)
+
+
+def _parts(given: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """One for each dimension, masks by the numbers that they choose; None for what is not known."""
+    parts: list[Any] = []
+    sizes: list[int | None] = []  # of what masks are for
+    for p in given:
+        if type(p) is Tensor and p.dtype == torch.bool and p.dim():
+            parts += p.nonzero(as_tuple=True)
+            sizes += p.shape
+            continue
+        if type(p) is Tensor and p.dtype == torch.int64 and p.dim():
+            p = p.clone()  # it may be written to
+        elif p is not Ellipsis and type(p) not in (slice, int):
+            return None
+        parts.append(p)
+        sizes.append(None)
+    at = [i for i, p in enumerate(parts) if p is Ellipsis]
+    missing = len(shape) - len(parts) + len(at)
+    if len(at) > 1 or missing < 0:
+        return None
+    first = at[0] if at else len(parts)
+    parts[first : first + 1] = [slice(None)] * missing
+    sizes[first : first + 1] = [None] * missing
+    if any(of not in (None, size) for of, size in zip(sizes, shape, strict=True)):
+        return None
+    return tuple(parts)
+
+
+def _picked(logits: DeferredLogits, rows: tuple[Any, ...]) -> DeferredLogits:
+    """The rows of these numbers: a copy."""
+    shape = _shape(logits)
+    # an index that does not fit, or is out of range, is an error of now
+    logits._head.hidden.detach().new_empty(()).expand(shape[:-1])[rows[:-1]]
+    on_meta = [torch.empty_like(p, device="meta") if isinstance(p, Tensor) else p for p in rows]
+    return _then(logits, "picked", rows, _meta(logits)[tuple(on_meta)])
+
+
+def _transpose(logits: DeferredLogits, dim0: Any, dim1: Any) -> DeferredLogits | None:
+    """Of two dimensions that are not the classes'."""
+    count = len(_shape(logits))
+    if not all(type(d) is int and -count <= d < count for d in (dim0, dim1)):
+        return None
+    dims = dim0 % count, dim1 % count
+    if count - 1 in dims:
+        return None
+    return _then(logits, "swap", dims, _meta(logits).transpose(*dims))
+
+
+def _plus(logits: DeferredLogits, bias: Any, **kwargs: Any) -> DeferredLogits | None:
+    """A bias of all rows, as transformers' `final_logits_bias`."""
+    shape = _shape(logits)
+    if (
+        kwargs
+        or type(bias) not in (Tensor, nn.Parameter)
+        or bias.dtype not in KERNEL_DTYPES
+        or not 1 <= bias.dim() <= len(shape)
+        or tuple(bias.shape) != (*(1,) * (bias.dim() - 1), shape[-1])
+        or bias.device != logits._head.hidden.device
+    ):
+        return None
+    dtype = torch.promote_types(_dtype(logits), bias.dtype)
+    # who writes to the bias later does not write to these logits
+    return _then(logits, "add", bias.clone(), dtype=dtype)
 
 
 def _times(logits: DeferredLogits, number: Any, **kwargs: Any) -> DeferredLogits | None:
@@ -510,6 +649,9 @@ def _form(steps: list[tuple[str, Any]], half: bool) -> tuple[float, float] | Non
     """(scale, softcap) of the steps, or None where they are not of that form, or where a scale
     comes behind the cast of a half type, and is not rounded to it."""
     names = [name for name, _ in steps]
+    scaled = [i for i, name in enumerate(names) if name in ("mul", "div", "tanh")]
+    if scaled and "add" in names[scaled[0] :]:
+        return None
     numbers = [(n, v) for n, v in steps if n in ("mul", "div", "tanh")]
     cap = 0.0
     if "tanh" in names:
@@ -567,9 +709,15 @@ def _cross_entropy(
     for name, value in steps or ():
         if name in ("shape", "copy"):
             hidden = hidden.reshape(*value[:-1], hidden.shape[-1])
-        elif name == "rows":
+        elif name in ("rows", "picked"):
             hidden = hidden[value]
+        elif name == "swap":
+            hidden = hidden.transpose(*value)
     scale, softcap = form
+    found = _parameters(logits, steps or [])
+    if found is None:
+        return None
+    weight, bias, bias_dtype, a, b = found
     records = torch.is_grad_enabled() and _requires_grad(logits)
 
     def loss_of(values: Tensor, summed: bool) -> Tensor:
@@ -579,24 +727,60 @@ def _cross_entropy(
         )
         return found
 
-    hooks = LogitsHooks(Formula(_product, [_step(*pair) for pair in steps or ()], loss_of))
-    options = (int(ignore_index), float(label_smoothing), scale, softcap)
+    trained = next((t for t in _added(steps or []) if t.requires_grad), None)
+
+    def product(*tensors: Tensor | None) -> Tensor:
+        own = list(tensors)
+        if trained is not None:  # it has the place of the head's
+            own[2] = head.bias
+        logits: Tensor = head.like(own).product()
+        return logits
+
+    made_by = [_step(name, value, trained) for name, value in steps or ()]
+    hooks = LogitsHooks(Formula(product, made_by, loss_of, trained))
+    options = Options(
+        int(ignore_index), float(label_smoothing), scale, softcap, hidden.dtype, bias_dtype,
+        *((hidden.dtype,) if head.adapter is None else (head.adapter.dtype, head.adapter.scaling)),
+    )  # fmt: skip
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
+        check_head(hidden, weight, target, bias, ignore_index)
         loss = loss_of_head(
-            hidden, head.weight, target, head.bias, options, reduction,
-            dtype=hidden.dtype, source=head.hidden, hooks=hooks,
+            hidden, weight, target, bias, options, reduction,
+            adapter=(a, b), source=head.hidden, hooks=hooks,
         )  # fmt: skip
         loss = loss.to(_dtype(logits))  # of half types it is rounded to them
     logits.consumed(hooks)
     return loss
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _Head.of(hidden, weight, bias).product()
+def _step(name: str, value: Any, trained: Tensor | None) -> Callable[[Tensor, Any], Tensor]:
+    if value is trained is not None:
+        return lambda y, own: y + own[2]
+    return lambda y, _: _STEPS[name](y, value)
 
 
-def _step(name: str, value: Any) -> Callable[[Tensor], Tensor]:
-    return lambda y: _STEPS[name](y, value)
+def _parameters(
+    logits: DeferredLogits, steps: list[tuple[str, Any]]
+) -> tuple[Tensor, Tensor | None, torch.dtype, Tensor | None, Tensor | None] | None:
+    """The head of the logits that steps make: weight, bias, the dtype that the bias is added in,
+    and A and B of the adapter. None where several biases have gradients."""
+    hidden, weight, bias, a, b = logits._head.tensors
+    assert hidden is not None and weight is not None
+    trained = [t for t in (bias, *_added(steps)) if t is not None and t.requires_grad]
+    if len(trained) > 1:
+        return None
+    dtype = bias_dtype = hidden.dtype
+    for name, value in steps:
+        if name == "to":
+            dtype = value
+        elif name == "add":
+            dtype = bias_dtype = torch.promote_types(dtype, value.dtype)
+            value = value.reshape(-1).to(dtype)
+            bias = value if bias is None else bias.to(dtype) + value
+        elif name == "classes":
+            weight, bias, b = (None if t is None else t[value] for t in (weight, bias, b))
+            assert weight is not None
+    return weight, bias, bias_dtype, a, b
 
 
 _RECORDED: dict[Any, Callable[..., Any]] = {
@@ -608,7 +792,15 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     Tensor.contiguous: _contiguous,
-    Tensor.__getitem__: _rows,
+    Tensor.__getitem__: _item,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.is_contiguous: lambda logits, **how: _meta(logits).is_contiguous(**how),
+    Tensor.stride: lambda logits, *dim, **how: _meta(logits).stride(*dim, **how),
+    Tensor.__add__: _plus,
+    Tensor.__radd__: _plus,
+    Tensor.add: _plus,
+    torch.add: _plus,
     Tensor.__mul__: _times,
     Tensor.__rmul__: _times,
     Tensor.mul: _times,

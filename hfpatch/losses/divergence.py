@@ -311,7 +311,8 @@ class _Distance(torch.autograd.Function):
         if upstream is None:
             return no_gradients(ctx)
         hidden, weight, bias, counted, found = ctx.saved_tensors
-        grads = head_loss.Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.dtypes[0])
+        wanted = (*ctx.needs_input_grad[:3], False, False)
+        grads = head_loss.Gradients(hidden, weight, bias, None, None, wanted, ctx.dtypes[0])
         form, kind, beta = ctx.form, ctx.kind, ctx.beta
         source, whole = _Logits(ctx.teacher, form, ctx.dtypes[1]), slice(None)
         _, lse_p, lse_q, mean = found
@@ -326,4 +327,4 @@ class _Distance(torch.autograd.Function):
             d.mul_(upstream[:, None])
             d = form.backward(d, y).masked_fill_(~counted[:, None], 0.0)
             grads.add(part, d.to(ctx.dtypes[0]))
-        return *grads.results(), None, None, None, None, None, None
+        return *grads.results()[:3], None, None, None, None, None, None

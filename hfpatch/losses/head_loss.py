@@ -29,7 +29,7 @@ Gradients of gradients, and batches of them (`is_grads_batched`), are PyTorch's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,32 @@ PADDED = frozenset({"cuda"})
 _CLASSES = 64
 #: Reductions as PyTorch's C++ functions number them.
 _NONE, _SUM = 0, 2
+
+
+class Options(NamedTuple):
+    """How a head's loss is made.
+
+    Attributes:
+        ignore_index, smoothing, scale, softcap: as `linear_cross_entropy` has them.
+        dtype: of the head's products.
+        bias_dtype: what the bias is added in: `dtype`, as the product does, or fp32.
+        adapter_dtype: of the products of an adapter: `dtype`, or fp32.
+        scaling: of the adapter.
+    """
+
+    ignore_index: int
+    smoothing: float
+    scale: float
+    softcap: float
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
+    adapter_dtype: torch.dtype
+    scaling: float = 0.0
+
+    def bytes_of(self, classes: int) -> int:
+        """Of a row's logits, in the widest dtype that they are made in."""
+        dtypes = self.dtype, self.bias_dtype, self.adapter_dtype
+        return classes * max(dtype.itemsize for dtype in dtypes)
 
 
 def linear_cross_entropy(
@@ -130,7 +156,10 @@ def linear_cross_entropy(
         if reduction == "none":
             return shaped(losses + z, target.shape)
         return head_rows.reduced(losses, z, reduction, found, rows, class_weight, num_items)[0]
-    options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
+    check_head(hidden, weight, target, bias, ignore_index)
+    dtype = product_dtype(hidden, weight)
+    numbers = float(label_smoothing), float(scale), float(softcap)
+    options = Options(int(ignore_index), *numbers, dtype, dtype, dtype)
     return loss_of_head(
         hidden, weight, target, bias, options, reduction, num_items=num_items, recompute=recompute
     )
@@ -141,42 +170,40 @@ def loss_of_head(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    options: tuple[int, float, float, float],
+    options: Options,
     reduction: str,
     *,
     num_items: Tensor | float | None = None,
     recompute: bool | None = None,
-    dtype: torch.dtype | None = None,
+    adapter: tuple[Tensor | None, Tensor | None] = (None, None),
     source: Tensor | None = None,
     hooks: LogitsHooks | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` without what is PyTorch's operators' alone.
+    """`linear_cross_entropy` without what is PyTorch's operators' alone, of a head that
+    `check_head` has seen.
 
     Args:
-        options: `ignore_index`, `label_smoothing`, `scale`, `softcap`.
-        dtype: of the head's products; None: `product_dtype`.
+        adapter: (A [r, H], B [V, r]) of LoRA: ``scaling (hidden A^T) B^T`` is added to the product.
         hooks: those on logits that a model's head has deferred: called in the backward.
         source: what that head was given, of which `hidden` is some rows.
     """
-    check_head(hidden, weight, target, bias, options[0])
     rows = target.to(hidden.device, torch.int64).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    dtype = product_dtype(hidden, weight) if dtype is None else dtype
     apply: Any = _LinearCrossEntropy.apply
-    wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
+    wanted = [t is not None and t.requires_grad for t in (flat, weight, bias, *adapter)]
     if recompute is None:
         few = weight.requires_grad and len(rows) < weight.shape[1]
         recompute = saving_is_watched() or (few and hidden.device.type not in TIME_FIRST)
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
-        total: Tensor = summed(flat, weight, bias, rows, options, dtype, source, hooks).double()
+        total: Tensor = summed(flat, weight, bias, *adapter, rows, options, source, hooks).double()
     else:
-        loss: Tensor = apply(flat, weight, bias, rows, options, dtype, source, hooks)
+        loss: Tensor = apply(flat, weight, bias, *adapter, rows, options, source, hooks)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
         return shaped(total, target.shape)
     if reduction == "mean":
-        items = (rows != options[0]).sum() if num_items is None else num_items
+        items = (rows != options.ignore_index).sum() if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
     return shaped(total.to(torch.float32), ())
 
@@ -256,9 +283,28 @@ def _ops() -> Any:
     return local_package().module._ops.ops
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, classes: int) -> Tensor:
-    """[N, classes], of a head that may be `evened`: then a view whose rows lie further apart."""
-    logits = _wide_linear(x, weight, bias) if x.dtype != weight.dtype else F.linear(x, weight, bias)
+def _logits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    classes: int,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
+) -> Tensor:
+    """[N, classes], of a head that may be `evened`: then a view whose rows lie further apart.
+
+    Args:
+        bias: in the dtype of the weight, or in a wider one, which the logits then have.
+        low, up: [N, r] and [V, r] of an adapter, whose product is added, in their dtype.
+    """
+    inside = None if bias is None or bias.dtype != weight.dtype else bias
+    linear = _wide_linear if x.dtype != weight.dtype else F.linear
+    logits = linear(x, weight, inside)
+    if low is not None and up is not None:
+        logits = logits.to(low.dtype).addmm_(low, up.t()).to(weight.dtype)
+    if bias is not inside and bias is not None:
+        logits = logits.to(bias.dtype).add_(bias)
     if len(weight) != classes:
         logits = logits[:, :classes]
     return logits if scale == 1.0 else logits.mul_(scale)
@@ -292,6 +338,44 @@ def evened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     more = -len(weight) % (ALIGNMENT // weight.element_size())
     whole = F.pad(weight, (0, 0, 0, more))
     return whole, None if bias is None else F.pad(bias, (0, more))
+
+
+def _low(x: Tensor, a: Tensor, scaling: float) -> Tensor:
+    low = F.linear(x, a) if x.dtype == a.dtype else _wide_linear(x, a, None)
+    return low.mul_(scaling)
+
+
+def _as_long(b: Tensor, weight: Tensor) -> Tensor:
+    """With rows of zeros behind its own, where the weight has some."""
+    more = len(weight) - len(b)
+    return F.pad(b, (0, 0, 0, more)) if more else b
+
+
+class _Own:
+    """A head as its products take it: in the products' dtype, and `evened`."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        options: Options,
+    ) -> None:
+        dtype = options.dtype
+        wide_bias = None if bias is None else bias.to(options.bias_dtype)
+        self.classes, self.scale, self._scaling = len(weight), options.scale, options.scaling
+        # `to`: the same tensor, but under autocast
+        self.weight, self.bias = evened(weight.to(dtype), wide_bias)
+        self.a = None if a is None else a.to(options.adapter_dtype)
+        self.b = None if b is None else _as_long(b.to(options.adapter_dtype), self.weight)
+
+    def low(self, x: Tensor) -> Tensor | None:
+        """The adapter's small product, [N, r]."""
+        return None if self.a is None else _low(x, self.a, self._scaling)
+
+    def logits(self, x: Tensor, low: Tensor | None) -> Tensor:
+        return _logits(x, self.weight, self.bias, self.scale, self.classes, low, self.b)
 
 
 def is_odd(like: Tensor, classes: int) -> bool:
@@ -328,21 +412,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
         target: Tensor,
-        options: tuple[int, float, float, float],
-        dtype: torch.dtype,
+        options: Options,
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ignore_index, smoothing, scale, softcap = options
-        own = weight.to(dtype)  # the same tensor, but under autocast
-        own_bias = None if bias is None else bias.to(dtype)
-        own, own_bias = evened(own, own_bias)
-        count = _rows_of_bytes(weight.shape[0] * dtype.itemsize)
+        ignore_index, smoothing, _, softcap = options[:4]
+        own = _Own(weight, bias, a, b, options)
+        count = _rows_of_bytes(options.bytes_of(len(weight)))
         losses, lses = [], []
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
-            z = _logits(x, own, own_bias, scale, len(weight))
+            z = own.logits(x, own.low(x))
             if not (smoothing or softcap):  # which classes of no probability would change
                 z = _whole(z, -torch.inf)
                 t = _of_these(t, len(weight), z.shape[1], ignore_index)
@@ -350,29 +433,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del z
             losses.append(loss)
             lses.append(lse)
-        ctx.options, ctx.dtype, ctx.hooks = options, dtype, hooks
+        ctx.options, ctx.hooks = options, hooks
         ctx.of_source = None if source is None else source.shape
-        ctx.save_for_backward(hidden, weight, bias, target, torch.cat(lses))
+        ctx.save_for_backward(hidden, weight, bias, a, b, target, torch.cat(lses))
         return torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return _none(ctx)
-        hidden, weight, bias, target, lse = ctx.saved_tensors
+        *head, target, lse = ctx.saved_tensors
         if (found := _by_hooks(ctx, grad)) is not None:
             return found
-        wanted = ctx.needs_input_grad[:3]
+        wanted, options = ctx.needs_input_grad[:5], ctx.options
         if only_by_operators(grad):
-            return (
-                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, ctx.dtype, grad),
-                *_others(ctx),
-            )
+            return *_by_operators(head, wanted, target, options, grad), *_others(ctx)
         grad = _finite_or_nan(grad)
-        grads = Gradients(hidden, weight, bias, wanted, ctx.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):  # it may be on around a backward
-            for part in grads.parts(ctx.dtype.itemsize):
-                grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
+        with torch.autocast(grad.device.type, enabled=False):  # it may be on around a backward
+            hidden, weight, bias, a, b = head
+            grads = Gradients(hidden, weight, bias, a, b, wanted, options.dtype, options)
+            for part in grads.parts(options.bytes_of(1)):
+                grads.add(part, grads.of_logits(part, target, lse, grad, options))
         return *grads.results(), *_others(ctx)
 
 
@@ -385,31 +466,32 @@ class _SummedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
         target: Tensor,
-        options: tuple[int, float, float, float],
-        dtype: torch.dtype,
+        options: Options,
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ignore_index, smoothing, scale, softcap = options
-        own = weight.to(dtype)  # the same tensor, but under autocast
-        own_bias = None if bias is None else bias.to(dtype)
-        own, own_bias = evened(own, own_bias)
+        ignore_index, smoothing, scale, softcap, dtype = options[:5]
+        own = _Own(weight, bias, a, b, options)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
         made = weight.new_empty if len(hidden) else weight.new_zeros  # no row, no product
-        dw = made(own.shape, dtype=torch.float32) if wants_weight else None
+        dw = made(own.weight.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
-        copied = bool(smoothing or softcap) and len(own) != len(weight)
-        count = max(LEAST, ROWS_BYTES // ((1 + copied) * len(weight) * dtype.itemsize))
+        adapted = _AdapterGradients(own, ctx.needs_input_grad[3:5])
+        copied = bool(smoothing or softcap) and len(own.weight) != len(weight)
+        count = max(LEAST, ROWS_BYTES // ((1 + copied) * options.bytes_of(len(weight))))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         scratch = torch.empty_like(losses)
         total = hidden.new_empty((), dtype=torch.float32)
         for start in range(0, len(hidden), count):
             part = slice(start, start + count)
             x, t = hidden[part], target[part]
-            z = _logits(x, own, own_bias, scale, len(weight))
+            low = own.low(x)
+            z = own.logits(x, low)
             y = z.contiguous() if smoothing or softcap else _whole(z, -torch.inf)
             t = _of_these(t, len(weight), y.shape[1], ignore_index)
             # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
@@ -422,45 +504,47 @@ class _SummedCrossEntropy(torch.autograd.Function):
             del y
             if scale != 1.0:
                 z.mul_(scale)
+            if db is not None:
+                db += z.sum(0, dtype=torch.float32)[: len(weight)]
+            z = z.to(dtype)  # which it is not of a bias that is wider than the products
             if dx is not None:
-                _product_into(dx[part], z, own)
+                _product_into(dx[part], z, own.weight)
+            if low is not None:
+                adapted.add(x, low, z, None if dx is None else dx[part])
             if dw is not None:
                 for rows, own_x in _widened(x, dtype):
                     is_first = not start and not rows.start
                     (_product_into if is_first else _add_product)(dw, z[rows].t(), own_x)
-            if db is not None:
-                db += z.sum(0, dtype=torch.float32)[: len(weight)]
             del z
         dw = None if dw is None else dw[: len(weight)]
-        ctx.options, ctx.dtype, ctx.hooks = options, dtype, hooks
+        ctx.options, ctx.hooks = options, hooks
         ctx.of_source = None if source is None else source.shape
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
-        ctx.save_for_backward(hidden, weight, bias, target, dx, dw, db)
+        ctx.save_for_backward(
+            hidden, weight, bias, a, b, target, dx, dw, db, *adapted.results(len(weight))
+        )
         return losses.sum(dtype=torch.float64).to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return _none(ctx)
-        hidden, weight, bias, target, dx, dw, db = ctx.saved_tensors
+        *head, target, dx, dw, db, da, dup = ctx.saved_tensors
         if (changed := _by_hooks(ctx, grad)) is not None:
             return changed
         if only_by_operators(grad):
-            wanted = ctx.needs_input_grad[:3]
-            return (
-                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, ctx.dtype, grad),
-                *_others(ctx),
-            )
+            wanted = ctx.needs_input_grad[:5]
+            return *_by_operators(head, wanted, target, ctx.options, grad), *_others(ctx)
         # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
         # where a mean is one over nothing.
-        counted = target != ctx.options[0]
+        counted = target != ctx.options.ignore_index
         factor = _finite_or_nan(grad)
         of_rows = torch.where(counted, factor, 0.0)[:, None]
         of_all = torch.where(counted.any(), factor, 0.0)
         found = [
-            None if d is None else _scaled(d, by, like.dtype)
-            for d, by, like in ((dx, of_rows, hidden), (dw, of_all, weight), (db, of_all, bias))
+            None if d is None else _scaled(d, of_rows if d is dx else of_all, like.dtype)
+            for d, like in zip((dx, dw, db, da, dup), head, strict=True)
         ]
         return *found, *_others(ctx)
 
@@ -468,7 +552,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 def _others(ctx: Any) -> tuple[Tensor | None, ...]:
     """The gradients of what the functions above are given besides: of the source there is none, for
     what comes to it comes by its rows."""
-    return None, None, None, _nothing(ctx, ctx.of_source), None
+    return None, None, _nothing(ctx, ctx.of_source), None
 
 
 def _nothing(ctx: Any, shape: torch.Size | None) -> Tensor | None:
@@ -497,10 +581,10 @@ def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
     if not ctx.hooks:
         return None
     needed = ctx.needs_input_grad
-    found = ctx.hooks.run(grad, (needed[6], *needed[1:3]))
+    found = ctx.hooks.run(grad, (needed[7], *needed[1:5]))
     if found is None:
         return None
-    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, None, found[0], None
+    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, found[0], None
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:
@@ -509,34 +593,30 @@ def _finite_or_nan(grad: Tensor) -> Tensor:
 
 
 def _by_operators(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    wanted: tuple[bool, bool, bool],
+    head: Sequence[Tensor | None],
+    wanted: Sequence[bool],
     target: Tensor,
-    options: tuple[int, float, float, float],
-    dtype: torch.dtype,
+    options: Options,
     grad: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of hidden, weight and bias by PyTorch's own operators, of all logits at once.
+    """The gradients by PyTorch's own operators, of all logits at once.
 
     Args:
+        head: hidden, weight, bias, and A and B of the adapter.
         grad: of the losses of the rows, or of their sum.
     """
-    ignore_index, smoothing, scale, softcap = options
+    ignore_index, smoothing, scale, softcap = options[:4]
     graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
         # Other tensors of the same values: with tied weights the hidden states are made of the
         # head's, and what comes to the weight by them is not this function's.
-        own = [None if t is None else t.view_as(t) for t in (hidden, weight, bias)]
+        own = [None if t is None else t.view_as(t) for t in head]
         if not graph:
             own = [None if t is None else t.detach() for t in own]
             for t, want in zip(own, wanted, strict=True):
                 if t is not None:
                     t.requires_grad_(want)
-        x, w, b = own
-        assert x is not None and w is not None
-        logits = F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+        logits = _whole_logits(own, options)
         wide = (logits if scale == 1.0 else logits * scale).float()
         if softcap:
             wide = softcap * torch.tanh(wide / softcap)
@@ -550,6 +630,50 @@ def _by_operators(
     return [next(found) if want else None for want in wanted]
 
 
+def _whole_logits(head: Sequence[Tensor | None], options: Options) -> Tensor:
+    dtype = options.dtype
+    x, weight, bias = (None if t is None else t.to(dtype) for t in head[:3])
+    a, b = (None if t is None else t.to(options.adapter_dtype) for t in head[3:])
+    assert x is not None and weight is not None
+    is_wide = options.bias_dtype != dtype
+    logits = F.linear(x, weight, None if is_wide else bias)
+    if a is not None and b is not None:
+        low = F.linear(x.to(options.adapter_dtype), a)
+        logits = (logits + F.linear(low, b) * options.scaling).to(dtype)
+    if is_wide and head[2] is not None:
+        logits = logits.to(options.bias_dtype) + head[2].to(options.bias_dtype)
+    return logits
+
+
+class _AdapterGradients:
+    """Those of A and B of an adapter, in fp32, of some rows after others."""
+
+    def __init__(self, own: _Own, wanted: Sequence[bool]) -> None:
+        self._own = own
+        self._da, self._db = (
+            None if t is None or not want else torch.zeros_like(t, dtype=torch.float32)
+            for t, want in zip((own.a, own.b), wanted, strict=True)
+        )
+
+    def add(self, x: Tensor, low: Tensor, d: Tensor, dx: Tensor | None) -> None:
+        """d [n, V]: the gradient of the head's result; x [n, H]; `low` of x; dx: added to."""
+        own = self._own
+        assert own.a is not None and own.b is not None
+        x, d = x.to(own.a.dtype), d.to(own.a.dtype)
+        if self._db is not None:
+            _add_product(self._db, d.t(), low)
+        if dx is None and self._da is None:
+            return
+        d_low = torch.mm(d, own.b).mul_(own._scaling)
+        if dx is not None:
+            _add_product(dx, d_low, own.a)
+        if self._da is not None:
+            _add_product(self._da, d_low.t(), x)
+
+    def results(self, classes: int) -> tuple[Tensor | None, Tensor | None]:
+        return self._da, None if self._db is None else self._db[:classes]
+
+
 class Gradients:
     """The gradients of a head, made from those of the logits of some classes at a time."""
 
@@ -558,15 +682,29 @@ class Gradients:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
         wanted: Sequence[bool],
         dtype: torch.dtype,
+        options: Options | None = None,
     ) -> None:
-        wants_hidden, wants_weight, wants_bias = wanted
+        wants_hidden, wants_weight, wants_bias, wants_a, wants_b = wanted
         self.x, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
+        self.bias_dtype = dtype if options is None else options.bias_dtype
+        self.a, self.b, self.low = a, b, None
+        if a is not None and b is not None and options is not None:
+            self.scaling = options.scaling
+            self.a, self.b = a.to(options.adapter_dtype), b.to(options.adapter_dtype)
+            self.low = _low(hidden, self.a, self.scaling)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.dx = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
         self.dw = torch.empty_like(weight) if wants_weight else None
         self.db = torch.empty_like(bias) if wants_bias and bias is not None else None
+        self.da = torch.zeros_like(a) if wants_a and a is not None else None
+        self.dup = torch.empty_like(b) if wants_b and b is not None else None
+        self.d_low = None
+        if self.low is not None and (wants_hidden or wants_a):
+            self.d_low = torch.zeros_like(self.low, dtype=wide)  # of scaling * x A^T
 
     def parts(self, size: int) -> Iterator[slice]:
         """Slices of the classes; `size`: bytes of an element of what is made of them."""
@@ -577,9 +715,10 @@ class Gradients:
 
     def logits(self, part: slice, scale: float) -> Tensor:
         """The head's result for some classes, [N, part], times `scale`."""
-        bias = None if self.bias is None else self.bias[part].to(self.dtype)
+        bias = None if self.bias is None else self.bias[part].to(self.bias_dtype)
         head = evened(self.weight[part].to(self.dtype), bias)
-        return _logits(self.x, *head, scale, part.stop - part.start)
+        up = None if self.b is None else _as_long(self.b[part], head[0])
+        return _logits(self.x, *head, scale, part.stop - part.start, self.low, up)
 
     def of_logits(
         self,
@@ -587,15 +726,15 @@ class Gradients:
         target: Tensor,
         lse: Tensor,
         grad: Tensor,
-        options: tuple[int, float, float, float],
+        options: Options,
     ) -> Tensor:
-        """d(loss) / d(linear's result) of the classes `part`, [N, part], in the products' dtype.
+        """d(loss) / d(linear's result) of the classes `part`, [N, part], in the logits' dtype.
 
         The kernel knows a row's class by its number among those that it sees. A row whose class is
         elsewhere is told the first one, where the gradient is then written anew; label smoothing
         spreads over all classes, not over those seen, so it is taken out there and put in here.
         """
-        ignore_index, smoothing, scale, softcap = options
+        ignore_index, smoothing, scale, softcap = options[:4]
         z = self.logits(part, scale)
         inside = (target >= part.start) & (target < part.stop)
         counted = target != ignore_index
@@ -629,10 +768,10 @@ class Gradients:
         inside: Tensor,
         lse: Tensor,
         grad: Tensor,
-        options: tuple[int, float, float, float],
+        options: Options,
     ) -> Tensor:
         """By PyTorch's operators: softmax - (1 - s) at the class - s / V everywhere."""
-        ignore_index, smoothing, _, softcap = options
+        ignore_index, smoothing, _, softcap = options[:4]
         wide = z.float()
         if softcap:
             wide = wide.div_(softcap).tanh_().mul_(softcap)
@@ -649,6 +788,17 @@ class Gradients:
     def add(self, part: slice, d: Tensor) -> None:
         """`d`: as `of_logits` gives it."""
         count = d.shape[1]
+        if self.db is not None:
+            wide = torch.promote_types(d.dtype, torch.float32)
+            self.db[part] = d.sum(0, dtype=wide)
+        d = d.to(self.dtype)
+        if self.low is not None and self.b is not None:
+            wide_d = d.to(self.low.dtype)
+            if self.dup is not None:
+                self.dup[part] = torch.mm(wide_d.t(), self.low)
+            if self.d_low is not None:
+                _add_product(self.d_low, wide_d, self.b[part])
+            del wide_d
         weight, _ = evened(self.weight[part].to(d.dtype), None)
         if len(weight) != count:
             d = F.pad(d, (0, len(weight) - count))
@@ -662,14 +812,20 @@ class Gradients:
                 torch.mm(d.t(), self.x, out=self.dw[part])
             else:  # fp32 parameters under autocast; evened
                 self.dw[part] = torch.mm(d.t(), self.x)[:count]
-        if self.db is not None:
-            wide = torch.promote_types(d.dtype, torch.float32)
-            self.db[part] = d.sum(0, dtype=wide)[:count]
 
     def results(self) -> tuple[Tensor | None, ...]:
-        """Of hidden, weight and bias; None where none is wanted."""
+        """Of hidden, weight, bias, A and B; None where none is wanted."""
+        if self.d_low is not None and self.a is not None:
+            d_low = (self.d_low * self.scaling).to(self.a.dtype)
+            if self.dx is not None:
+                _add_product(self.dx, d_low, self.a)
+            if self.da is not None:
+                total = torch.zeros_like(self.da, dtype=torch.float32)
+                for rows, x in _widened(self.x, self.a.dtype):
+                    _add_product(total, d_low[rows].t(), x)
+                self.da.copy_(total)
         dx = None if self.dx is None else self.dx.to(self.x.dtype)
-        return dx, self.dw, self.db
+        return dx, self.dw, self.db, self.da, self.dup
 
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -388,7 +388,8 @@ class _Statistics(torch.autograd.Function):
         if all(g is None for g in upstream):
             return no_gradients(ctx)
         hidden, weight, bias, target, counted, lse, entropy = ctx.saved_tensors
-        grads = head_loss.Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.dtype)
+        wanted = (*ctx.needs_input_grad[:3], False, False)
+        grads = head_loss.Gradients(hidden, weight, bias, None, None, wanted, ctx.dtype)
         of_log_prob, of_lse, of_mean, of_entropy, _ = upstream
         classes, form = len(weight), ctx.form
         factor = torch.zeros_like(lse)  # of each row's softmax
@@ -414,4 +415,4 @@ class _Statistics(torch.autograd.Function):
             # of a row that is ignored nothing counts, also no infinity
             d = form.backward(d, y).masked_fill_(~counted[:, None], 0.0)
             grads.add(part, d.to(ctx.dtype))
-        return *grads.results(), None, None, None, None, None, None
+        return *grads.results()[:3], None, None, None, None, None, None

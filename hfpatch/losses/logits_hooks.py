@@ -90,13 +90,15 @@ class Place(NamedTuple):
 class Formula(NamedTuple):
     """What the logits of a loss are made by.
 
-    product: of hidden states, weight and bias the head's result. steps: of these the loss's logits
-    [N, V], fp32. loss: of those the loss of each row, or the sum of all.
+    product: of the head's tensors its result. steps: of these the loss's logits [N, V], fp32; each
+    is given the head's tensors too. loss: of those the loss of each row, or the sum of all.
+    bias: that of a step, which is taken for the head's where it has a gradient.
     """
 
     product: Callable[..., Tensor]
-    steps: Sequence[Callable[[Tensor], Tensor]]
+    steps: Sequence[Callable[[Tensor, Sequence[Tensor | None]], Tensor]]
     loss: Callable[[Tensor, bool], Tensor]
+    bias: Tensor | None = None
 
 
 class LogitsHooks:
@@ -121,8 +123,8 @@ class LogitsHooks:
         check: Callable[[], None],
         others: Sequence[LogitsHooks] = (),
     ) -> RemovableHandle:
-        """tensors: hidden states, weight and bias of the head; `check` raises where one was written
-        to since. others: the losses that were made of these logits besides."""
+        """tensors: the head's: hidden states, weight, bias, an adapter's two; `check` raises where
+        one was written to since. others: the losses that were made of these logits besides."""
         handle = RemovableHandle(self._hooks, extra_dict=[o._hooks for o in others])
         for found in (self, *others):
             found._tensors, found._check = tensors, check
@@ -133,14 +135,14 @@ class LogitsHooks:
         return len(self._hooks)
 
     def run(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None] | None:
-        """Call them. The gradients of hidden states, weight and bias that are `wanted` where a hook
-        has changed the logits' gradient, None where none has.
+        """Call them. The gradients of the head's tensors that are `wanted` where a hook has changed
+        the logits' gradient, None where none has.
 
         Args:
             grad: of the sum of the rows' losses, or of the loss of each.
         """
         hooks = self._in_turn()
-        if only_by_operators(grad):
+        if only_by_operators(grad) or self._formula.bias is not None:
             return self._by_autograd(hooks, grad, wanted)
         changed: tuple[int, Tensor] | None = None
         for place, hook in hooks:
@@ -182,7 +184,7 @@ class LogitsHooks:
             with torch.enable_grad():
                 end = y
                 for step in self._formula.steps[steps : None if behind is None else behind[0]]:
-                    end = step(end)
+                    end = step(end, self._tensors)
                 if behind is None:
                     end, seed = self._formula.loss(end, grad.dim() == 0), grad
                 else:
@@ -196,15 +198,17 @@ class LogitsHooks:
         The hooks are on logits that are made, and are called for the second gradients too."""
         self._check_alone()
         graph = torch.is_grad_enabled()
-        own = [None if t is None else t.view_as(t) for t in self._own(wanted, detached=not graph)]
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+            own = [
+                None if t is None else t.view_as(t) for t in self._own(wanted, detached=not graph)
+            ]
             y: Any = self._formula.product(*own)
             for i, step in enumerate((*self._formula.steps, None)):
                 for place, hook in hooks:
                     if place.steps == i:
                         y.register_hook(hook)
                 if step is not None:
-                    y = step(y)
+                    y = step(y, own)
             loss = self._formula.loss(y, grad.dim() == 0)
         return _gradients(loss, own, wanted, grad, graph)
 
@@ -218,10 +222,13 @@ class LogitsHooks:
             )
 
     def _own(self, wanted: Sequence[bool], detached: bool = True) -> list[Tensor | None]:
-        """Hidden states, weight and bias as other tensors of the same values: with tied weights the
-        hidden states are made of the head's, and what comes to it by them is not the head's."""
+        """The head's tensors as others of the same values: with tied weights the hidden states are
+        made of the head's, and what comes to it by them is not the head's."""
         self._check()
-        own = [None if t is None else t.view_as(t) for t in self._tensors]
+        tensors = list(self._tensors)
+        if self._formula.bias is not None:
+            tensors[2] = self._formula.bias
+        own = [None if t is None else t.view_as(t) for t in tensors]
         if detached:
             own = [None if t is None else t.detach() for t in own]
             for t, want in zip(own, wanted, strict=False):
@@ -232,7 +239,7 @@ class LogitsHooks:
     def _logits(self, tensors: Sequence[Tensor | None], steps: int) -> Tensor:
         y = self._formula.product(*tensors)
         for step in self._formula.steps[:steps]:
-            y = step(y)
+            y = step(y, tensors)
         return y
 
 

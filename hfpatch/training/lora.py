@@ -31,10 +31,42 @@ class Adapted(NamedTuple):
 def adapted(module: nn.Module) -> Adapted | None:
     """The parts of a layer of that form, or None."""
     cls: Any = type(module)
-    if cls.__name__ != "Linear" or not cls.__module__.startswith("peft."):
+    if not is_adapted(module):
         return None
     if "forward" in module.__dict__ or is_hooked(module) or not is_proven(cls, cls.forward):
         return None
+    return adapted_inside(module)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a linear layer of PEFT's with adapters of any form."""
+    cls = type(module)
+    return cls.__name__ == "Linear" and cls.__module__.startswith("peft.")
+
+
+def why_not(module: nn.Module) -> str:
+    """Why `adapted` has no parts of a layer that `is_adapted`."""
+    sides: Any = module
+    try:
+        active = list(sides.active_adapters)
+        if sides.disable_adapters or sides.merged_adapters:
+            return "its adapter is switched off, or merged into the weight"
+        if len(active) != 1:
+            return f"it has {len(active)} adapters at a time"
+        (name,) = active
+        if sides.lora_variant.get(name) is not None:
+            return "its adapter is a variant of LoRA (DoRA, or another)"
+        if name in sides.lora_dropout and not _is_nothing(sides.lora_dropout[name]):
+            return "its adapter has dropout"
+        if any(getattr(side[name], "bias", None) is not None for side in (sides.lora_B,)):
+            return "its adapter has a bias"
+    except Exception:  # of another version
+        pass
+    return "its adapter is no plain one"
+
+
+def adapted_inside(module: nn.Module) -> Adapted | None:
+    """The same of a layer whose own forward is known to run."""
     found = _parts(module)
     if found is None:
         return None
