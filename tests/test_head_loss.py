@@ -896,23 +896,6 @@ def test_a_head_that_is_no_plain_linear_layer_is_left_alone() -> None:
     assert any(s.path == "lm_head" and "`Head`" in s.reason for s in report.skips), report
 
 
-def test_lora_on_the_head_and_on_the_rest() -> None:
-    peft = pytest.importorskip("peft")
-    for where in (["lm_head"], ["q_proj", "down_proj"]):
-        pair = []
-        for patched in (False, True):
-            torch.manual_seed(0)
-            model = peft.get_peft_model(
-                training_model(), peft.LoraConfig(target_modules=where, init_lora_weights=False)
-            )
-            if patched:
-                report = hfpatch.apply(model, mode="training")
-                assert bool(head_of(report)) == (where != ["lm_head"])
-            pair.append(step(model, ids_of(model)))
-        for ours, theirs in zip(*pair, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_checkpointing_and_accumulation() -> None:
     pair = []
     for patched in (False, True):

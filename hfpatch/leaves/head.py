@@ -62,6 +62,11 @@ class Heads(Family):
 
     def examine(self, module: nn.Module) -> Subject | str | None:
         layer: nn.Module = module
+        if lora.is_adapted(module):
+            parts = lora.adapted(module)
+            if parts is None:
+                return f"its logits cannot be deferred: {lora.why_not(module)}"
+            layer = parts.base
         if type(layer) is not nn.Linear:
             return f"its logits cannot be deferred: the head is a `{type(layer).__name__}`"
         held: list[Any] = [p for p in layer._parameters.values() if p is not None]
@@ -113,6 +118,11 @@ class HeadSubject(RecallSubject):
     """A head; what it returns is read by its model, so nothing inside is bypassed."""
 
     op = "linear_cross_entropy"
+
+    def parameters(self) -> dict[str, Tensor | None]:
+        if not lora.is_adapted(self.module):
+            return super().parameters()
+        return dict(self.module.named_parameters())
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         _whole.pop(self.module, None)

@@ -59,7 +59,7 @@ class RecallSubject(CustomSubject):
         """Of equal code and settings it is asked once."""
         m = self.module
         tensors = tuple(
-            (n, None if p is None else (p.dtype, p.device)) for n, p in m._parameters.items()
+            (n, None if p is None else (p.dtype, p.device)) for n, p in self.parameters().items()
         )
         key = (type(self.family), code_of(m), attributes_of(m), tensors)
         if key not in compared:
@@ -67,6 +67,10 @@ class RecallSubject(CustomSubject):
             while len(compared) > _MOST:
                 del compared[next(iter(compared))]
         return compared[key]
+
+    def parameters(self) -> dict[str, Tensor | None]:
+        """Those whose dtypes and devices a comparison hangs on."""
+        return dict(self.module._parameters)
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         made, of_class = self._make(original), class_of(self.module).forward
