@@ -158,7 +158,9 @@ def apply(
     if timed:
         for _, root in roots:
             gains.keep(root, table)
-    return Report(replace(decided, seconds=time.perf_counter() - started), applied=True)
+    notes = (*decided.notes, *_heads_taken(roots, decided.swaps))
+    seconds = time.perf_counter() - started
+    return Report(replace(decided, notes=notes, seconds=seconds), applied=True)
 
 
 def plan(
@@ -197,8 +199,23 @@ def plan(
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
     gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
     with outside_modes(), young_only(), classes_read_once():
-        decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
-    return replace(decided, seconds=time.perf_counter() - started)
+        name, roots = _roots(model)
+        decided, _, _ = decide(name, roots, settings, cuda_graphs, decoding, blocks)
+    notes = (*decided.notes, *_heads_taken(roots, decided.swaps))
+    return replace(decided, notes=notes, seconds=time.perf_counter() - started)
+
+
+def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
+    """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
+    asking: TRL's trainers put theirs on a model that is patched."""
+    from hfpatch.losses.taken import OP, takers
+
+    heads = {s.path for s in swaps if s.op == OP}
+    if not heads:
+        return []
+    paths = dict(_paths(roots))
+    swapped = {id(paths[path]) for path in heads if path in paths}
+    return [text for head, text in takers(paths.items()) if id(head) in swapped]
 
 
 def restore(model: Any) -> int:
@@ -291,6 +308,7 @@ def status(model: Any) -> Report:
         *(note for _, root in roots for note in kept.notes(root)),
         *(note for _, root in roots for note in stepping_aside(root)),
         *whole,
+        *_heads_taken(roots, swaps),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]

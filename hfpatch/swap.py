@@ -103,7 +103,7 @@ def _captured(module: nn.Module, wrapper: Any, depth: int, seen: set[int]) -> It
     if id(wrapper) in seen:
         return
     seen.add(id(wrapper))
-    for held, put in _held_by(wrapper):
+    for held, put in held_by(wrapper):
         if (mark := adapter_of(held)) is not None:
             if isinstance(held, types.MethodType):
                 own = held.__self__ is module
@@ -115,7 +115,7 @@ def _captured(module: nn.Module, wrapper: Any, depth: int, seen: set[int]) -> It
             yield from _captured(module, held, depth - 1, seen)
 
 
-def _held_by(wrapper: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
+def held_by(wrapper: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
     """What a callable may call, each with what puts another in its place."""
     if isinstance(wrapper, types.MethodType):
         if not isinstance(wrapper.__self__, (nn.Module, type)):

@@ -20,6 +20,7 @@ from hfpatch.leaves.recall import RecallSubject
 from hfpatch.losses.deferred_logits import Adapter, DeferredLogits
 from hfpatch.losses.head_loss import refusal
 from hfpatch.losses.resharded import is_resharded
+from hfpatch.losses.taken import OP, head_of
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.per_object import PerObject
 from hfpatch.proof.contract import Contract
@@ -117,7 +118,7 @@ class Heads(Family):
 class HeadSubject(RecallSubject):
     """A head; what it returns is read by its model, so nothing inside is bypassed."""
 
-    op = "linear_cross_entropy"
+    op = OP
 
     def parameters(self) -> dict[str, Tensor | None]:
         if not lora.is_adapted(self.module):
@@ -262,16 +263,8 @@ def head_sites(sites: Iterable[Site]) -> list[Site]:
     by_id = {id(site.module): site for site in sites}
     found = {}
     for site in list(by_id.values()):
-        get = getattr(type(site.module), "get_output_embeddings", None)
-        # the class first: transformers' property warns in models that have no loss
-        owners = (type(site.module), site.module)
-        if get is None or not any(hasattr(owner, "loss_function") for owner in owners):
-            continue
-        try:
-            head = get(site.module)
-        except Exception:  # a base class that has none raises
-            continue
-        if isinstance(head, nn.Module) and id(head) in by_id:
+        head = head_of(site.module)
+        if head is not None and id(head) in by_id:
             found[id(head)] = by_id[id(head)]
     return list(found.values())
 

@@ -566,10 +566,18 @@ class Served:
     """What the layers of a model are proven for. What they were not when they were patched is
     proven at its first call: FSDP's mixed precision, `to()` of another dtype or device."""
 
-    def __init__(self, prove: Callable[[torch.device, Case], str | None], cases: set[Case]) -> None:
-        """`prove` returns why the layers do not serve a case, or None; `cases`: proven already."""
+    def __init__(
+        self,
+        prove: Callable[[torch.device, Case], str | None],
+        proven: set[Case],
+        first: Callable[[nn.Module], None],
+    ) -> None:
+        """`prove` returns why the layers do not serve a case, or None; `proven`: already. `first`
+        is given the layer of the first call of a case, which is rare enough to look around."""
         self._prove = prove
-        self._cases = cases
+        self._proven = proven
+        self._first = first
+        self._cases: set[Case] = set()  # of calls that were served
         self._refused: set[Case] = set()
 
     def covers(self, layer: nn.Module, x: Tensor) -> bool:
@@ -581,6 +589,10 @@ class Served:
 
     def _late(self, layer: nn.Module, x: Tensor, case: Case) -> bool:
         kind, dtype, autocast = case
+        if case in self._proven:
+            self._cases.add(case)
+            self._first(layer)
+            return True
         if kind not in ("cpu", "cuda") or dtype not in KERNEL_DTYPES:
             return False  # its parts say so
         if kind == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -593,6 +605,7 @@ class Served:
             with quietly(kind):
                 why = self._prove(x.device, case)
             (self._cases if why is None else self._refused).add(case)
+        self._first(layer)
         if why is not None:
             under = "" if autocast is None else f" under autocast to {_short(autocast)}"
             announce_in_call(

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.announce import announce_in_call
 from hfpatch.decoding.candidates import is_candidate
 from hfpatch.decoding.layer import proof_of
 from hfpatch.decoding.likeness import check_layer_likeness
 from hfpatch.decoding.replica import head_counts, text_config
 from hfpatch.decoding.rules import OpaqueRule, Unexplained
 from hfpatch.errors import HfpatchError
+from hfpatch.losses.taken import takers, unheard
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.planning.plan import Skip, Swap
 from hfpatch.planning.settings import Settings, matches
@@ -129,7 +132,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         with contextlib.suppress(Unexplained):  # the original's forward then, and a call says so
             _proven(proven, dtype, device, autocast)
             cases.add((device.type, dtype, autocast))
-    served = Served(functools.partial(_later, proven), cases)
+    served = Served(functools.partial(_later, proven), cases, _watch_for_takers(model))
     plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
     guards: list[Any] = []  # layers that are alike share one
     told: list[bool] = []
@@ -173,6 +176,25 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             return adapter(plan, served, same, own, told)
 
         yield Prepared(module, make, entry)
+
+
+def _watch_for_takers(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Warns, once, of a forward that came above the model's head since, and leaves the head's swap
+    without effect. The head is not called then, but the layers are."""
+    said = frozenset(text for _, text in takers(model.named_modules()))  # the report says these
+    held = weakref.ref(model)
+    told: list[bool] = []
+
+    def look(layer: nn.Module) -> None:
+        whole = held()
+        # a copy of the model has the same adapters
+        if told or whole is None or all(layer is not m for m in whole.modules()):
+            return
+        for text in unheard(whole, said):
+            told.append(True)
+            announce_in_call(text, stacklevel=5)
+
+    return look
 
 
 _OPS = ("rms_norm", "layer_norm", "rope", "gated")
