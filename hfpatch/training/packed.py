@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 #: Sequences up to which they are computed one after the other, where there is no kernel for all.
 _MOST_IN_TURN = 64
+#: Elements of a mask that are compared at a time.
+_COMPARED = 1 << 25
 
 
 class Sequences(NamedTuple):
@@ -67,10 +69,15 @@ def _sequences(mask: Tensor, positions: Tensor, window: int | None) -> Sequences
     first = torch.ones_like(positions[:, :1], dtype=torch.bool)
     begins = torch.cat((first, positions[:, 1:] != positions[:, :-1] + 1), 1)
     number = begins.cumsum(1)
-    seen = (number[:, :, None] == number[:, None, :]).tril_()
-    if window is not None:
-        seen.triu_(1 - window)
-    same = (seen == mask[:, 0]).all()
+    rows, length = positions.shape
+    same = torch.ones((), dtype=torch.bool, device=mask.device)
+    some = max(1, _COMPARED // (rows * length))
+    for start in range(0, length, some):  # a part: the mask itself is the largest tensor there is
+        part = slice(start, start + some)
+        seen = (number[:, part, None] == number[:, None, :]).tril_(start)
+        if window is not None:
+            seen.triu_(start + 1 - window)
+        same &= (seen == mask[:, 0, part]).all()
     starts = begins.flatten().nonzero().flatten()
     if not same.item():
         return None

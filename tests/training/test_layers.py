@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.training import lora as lora_layers
-from hfpatch.training import stages
+from hfpatch.training import packed, stages
 from hfpatch.training.attend import Call, Passed
 
 VOCAB = 99
@@ -931,3 +931,25 @@ def test_an_adapter_that_saves_sparse_tensors(before: bool) -> None:
     hfpatch.restore(adapted if before else model)
     assert_equal(ours, gradients(adapted))
     assert any("shira" in name for name in ours)
+
+
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("wrong", [None, (0, 0, 12, 11), (1, 0, 6, 0), (1, 0, 3, 4)])
+def test_a_mask_is_compared_part_by_part(
+    wrong: tuple[int, ...] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong in any row of it is seen, whatever fits into a part."""
+    positions = torch.tensor([[*range(5), *range(8)], [*range(2), *range(11)]])
+    number = torch.tensor([[0] * 5 + [1] * 8, [0] * 2 + [1] * 11])
+    mask = (number[:, :, None] == number[:, None, :]).tril()
+    if window is not None:
+        mask = mask.triu(1 - window)
+    mask = mask[:, None].clone()
+    if wrong is not None:
+        mask[wrong] ^= True
+    for most in (1, 26, 70, 1 << 20):
+        monkeypatch.setattr(packed, "_COMPARED", most)
+        found = packed.sequences_of(mask.clone(), positions, window, 2)
+        assert (found is None) == (wrong is not None)
+        if found is not None:
+            assert found.lengths == [5, 8, 2, 11]
