@@ -953,3 +953,18 @@ def test_a_mask_is_compared_part_by_part(
         assert (found is None) == (wrong is not None)
         if found is not None:
             assert found.lengths == [5, 8, 2, 11]
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_what_a_collator_without_padding_gives(positions: bool, served: dict[str, int]) -> None:
+    """`cu_seq_lens_q` and its like go to the attention function: flash attention reads them, and
+    PyTorch's does not, so that without positions rows are one sequence in the original too."""
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    inputs = dict(collate([{"input_ids": [3, 4, 5, 6, 7]}, {"input_ids": [*range(20, 33)]}]))
+    if not positions:
+        del inputs["position_ids"]
+    model = build()
+    theirs = gradients(model, **inputs)
+    hfpatch.apply(model, mode="training")
+    assert_equal(gradients(model, **inputs), theirs)
+    assert served == {"front": 2, "back": 2}
