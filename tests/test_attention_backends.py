@@ -28,6 +28,7 @@ from diffusers.models.attention_dispatch import (
 import hfpatch
 from hfpatch.coverage.small_diffusers import diffusers_model
 from hfpatch.inputs import sample_inputs
+from hfpatch.regions.offer import forget
 
 NATIVE, MATH = AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_MATH
 
@@ -169,8 +170,10 @@ def test_a_captured_block_leaves_attention_that_is_split_over_processes(
     _other_attention(monkeypatch, NATIVE, lambda config: config is not None)
     model, patched, inputs = _captured(ChromaTransformer2DModel)
     if when == "before the first call":
+        forget()
         hfpatch.restore(patched)
         hfpatch.apply(patched, blocks=True, decoding=False)
+    other = copy.deepcopy(patched)
     for each in (model, patched):
         for m in each.modules():
             if hasattr(m, "processor"):
@@ -178,3 +181,6 @@ def test_a_captured_block_leaves_attention_that_is_split_over_processes(
     expected = model(**inputs)[0]
     for _ in range(2):
         torch.testing.assert_close(patched(**inputs)[0], expected, rtol=1e-4, atol=1e-4)
+    reasons = {c.reason for c in hfpatch.status(patched).plan.candidates}
+    assert reasons == {"its attention is split over several GPUs"}
+    assert {c.reason for c in hfpatch.status(other).plan.candidates} == {""}

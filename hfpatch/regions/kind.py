@@ -117,6 +117,15 @@ class Kind:
         """How often a call was decided on: more of them, and there was one of a new kind."""
         return len(self.decided) + len(self.refused) + sum(self._tries.values())
 
+    def split(self, block: nn.Module) -> str | None:
+        """Why calls of this block are none that can be captured now: others' may be."""
+        try:
+            if self.backends is not None:
+                self.backends(block)
+        except SplitAttention as e:
+            return str(e)
+        return None
+
     def lookup(self, args: Any, kwargs: Any, block: nn.Module) -> tuple[Any, Any, Any, Any]:
         """(the variant or None, the call's structure, its tensors, its cache); the structure is
         None where the call cannot be one."""
@@ -149,8 +158,7 @@ class Kind:
         if self.backends is not None:
             try:
                 chosen = self.backends(block)
-            except SplitAttention as e:
-                self.unfit = str(e)
+            except SplitAttention:  # see `split`
                 return None, None, None, None
         key = (structure, tuple(sizes), chosen)
         try:

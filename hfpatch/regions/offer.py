@@ -53,6 +53,8 @@ class Mark(Candidate):
         decided = kind.decided
         if not kind.as_planned(module):
             return Candidate(path, self.class_name, "left", _CHANGED)
+        if (split := kind.split(module)) is not None:
+            return Candidate(path, self.class_name, "left", split)
         if decided:
             reasons = "; ".join(dict.fromkeys(kind.refused.values()))
             most = max(decided, key=lambda v: v.before - v.after)
