@@ -4,11 +4,12 @@ In training the head of a language model returns `DeferredLogits`: a tensor subc
 the head was given and its weight. What a model does to its logits before the loss is written down
 (casts, shapes, some of the rows or classes, a bias, a scale, a softcap).
 `torch.nn.functional.cross_entropy` of them runs `head_loss.linear_cross_entropy`; so every loss
-function that ends there is served, transformers' own and the user's. Every other operation makes
-the logits by the head's own product, with autograd, and goes on with them: numbers and gradients
-are then the original's. Code that PyTorch's Python interface does not see, as an autograd function
-of the user's (Liger's loss), finds the logits in autograd's graph, as the result of the same
-product.
+function that ends there is served, transformers' own and the user's. Of `log_softmax` the value at
+a class of each row, and the sum over the classes, are made without it (`head_log_probs`). Every
+other operation makes the logits by the head's own product, with autograd, and goes on with them:
+numbers and gradients are then the original's. Code that PyTorch's Python interface does not see, as
+an autograd function of the user's (Liger's loss), finds the logits in autograd's graph, as the
+result of the same product.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
+from hfpatch.losses.head_log_probs import LogProbsOfHead, at_and_sum
 from hfpatch.losses.head_loss import Options, check_head, loss_of_head
 from hfpatch.losses.logits_hooks import Formula, Hook, LogitsHooks, Place
 from hfpatch.ops import KERNEL_DTYPES
@@ -127,6 +129,8 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "swap": lambda y, dims: y.transpose(*dims),
     "classes": lambda y, part: y[..., part],
     "add": lambda y, bias: y + bias,
+    "log_softmax": lambda y, _: torch.log_softmax(y, -1),
+    "neg": lambda y, _: -y,
 }
 
 
@@ -143,6 +147,7 @@ class DeferredLogits(Tensor):
     _bare: Tensor | None  # without autograd, for code below it
     _after: list[weakref.ref[DeferredLogits]]  # what was made of it, in memory of its own
     _strides: tuple[int, ...]  # of the logits, were they made
+    _rows: tuple[bool, Tensor] | None  # of log-probabilities: whether with gradients, `at_and_sum`
     _losses: list[LogitsHooks]  # of the losses that were made of them without their values
 
     @staticmethod
@@ -339,7 +344,7 @@ def _deferred(
             shape, dtype, head, steps, *head.tensors, *_added(steps)
         )
     made._head, made._before, made._step, made._made = head, before, step, None
-    made._steps, made._bare, made._strides = steps, None, strides
+    made._steps, made._bare, made._strides, made._rows = steps, None, strides, None
     made._after, made._losses = [], []
     if before is not None and step is not None and step[0] not in _VIEWS:
         # a view of logits is written to with them, but what is made of that is not
@@ -649,6 +654,8 @@ def _form(steps: list[tuple[str, Any]], half: bool) -> tuple[float, float] | Non
     """(scale, softcap) of the steps, or None where they are not of that form, or where a scale
     comes behind the cast of a half type, and is not rounded to it."""
     names = [name for name, _ in steps]
+    if not {"log_softmax", "neg"}.isdisjoint(names):
+        return None
     scaled = [i for i, name in enumerate(names) if name in ("mul", "div", "tanh")]
     if scaled and "add" in names[scaled[0] :]:
         return None
@@ -688,37 +695,17 @@ def _cross_entropy(
     device = logits._head.hidden.device.type
     if _dtype(logits) != torch.float32 and autocasts(device):
         logits = _cast(logits, torch.float32)  # as autocast does
-    steps, head, shape = logits.steps(), logits._head, _shape(logits)
-    form = None if steps is None else _form(steps, head.hidden.dtype != torch.float32)
     if (
-        form is None
+        _reads_targets(logits, target, reduction)
         or weight is not None
         or size_average is not None
         or reduce is not None
-        or type(target) is not Tensor
-        or target.dtype != torch.int64
-        or len(shape) != 2
-        or tuple(target.shape) != shape[:-1]
-        or target.device != head.hidden.device
-        or reduction not in ("mean", "sum", "none")
         or not 0.0 <= label_smoothing <= 1.0
     ):
         return None
-    head.check_unchanged()
-    hidden = head.hidden
-    for name, value in steps or ():
-        if name in ("shape", "copy"):
-            hidden = hidden.reshape(*value[:-1], hidden.shape[-1])
-        elif name in ("rows", "picked"):
-            hidden = hidden[value]
-        elif name == "swap":
-            hidden = hidden.transpose(*value)
-    scale, softcap = form
-    found = _parameters(logits, steps or [])
-    if found is None:
+    pieces = _Pieces.of(logits)
+    if pieces is None:
         return None
-    weight, bias, bias_dtype, a, b = found
-    records = torch.is_grad_enabled() and _requires_grad(logits)
 
     def loss_of(values: Tensor, summed: bool) -> Tensor:
         # what `torch.nn.functional.cross_entropy` calls: its name may be somebody else's by now
@@ -727,30 +714,231 @@ def _cross_entropy(
         )
         return found
 
-    trained = next((t for t in _added(steps or []) if t.requires_grad), None)
+    return pieces.loss(target, loss_of, int(ignore_index), float(label_smoothing), reduction)
 
-    def product(*tensors: Tensor | None) -> Tensor:
-        own = list(tensors)
-        if trained is not None:  # it has the place of the head's
-            own[2] = head.bias
-        logits: Tensor = head.like(own).product()
-        return logits
 
-    made_by = [_step(name, value, trained) for name, value in steps or ()]
-    hooks = LogitsHooks(Formula(product, made_by, loss_of, trained))
-    options = Options(
-        int(ignore_index), float(label_smoothing), scale, softcap, hidden.dtype, bias_dtype,
-        *((hidden.dtype,) if head.adapter is None else (head.adapter.dtype, head.adapter.scaling)),
-    )  # fmt: skip
-    with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
-        check_head(hidden, weight, target, bias, ignore_index)
-        loss = loss_of_head(
-            hidden, weight, target, bias, options, reduction,
-            adapter=(a, b), source=head.hidden, hooks=hooks,
-        )  # fmt: skip
-        loss = loss.to(_dtype(logits))  # of half types it is rounded to them
-    logits.consumed(hooks)
-    return loss
+def _nll_loss(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """Of logarithms of probabilities: the cross entropy of what they were made of."""
+    if (
+        _reads_targets(logits, target, reduction)
+        or weight is not None
+        or size_average is not None
+        or reduce is not None
+        or (pieces := _Pieces.of(logits, of_log_probs=True)) is None
+        or pieces.sign < 0
+    ):
+        return None
+
+    def loss_of(values: Tensor, summed: bool) -> Tensor:
+        found: Tensor = torch.ops.aten.nll_loss_nd.default(
+            values, target, None, _SUM if summed else _NONE, ignore_index
+        )
+        return found
+
+    loss = pieces.loss(target, loss_of, int(ignore_index), 0.0, reduction)
+    return loss.float() if autocasts(loss.device.type) else loss
+
+
+def _reads_targets(logits: DeferredLogits, target: Any, reduction: str) -> bool:
+    """Whether a loss of these targets reads the logits."""
+    shape = _shape(logits)
+    return (
+        type(target) is not Tensor
+        or target.dtype != torch.int64
+        or len(shape) != 2
+        or tuple(target.shape) != shape[:-1]
+        or target.device != logits._head.hidden.device
+        or reduction not in ("mean", "sum", "none")
+    )
+
+
+#: Steps that choose and order rows.
+_OF_ROWS = frozenset({"shape", "copy", "rows", "picked", "swap"})
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What losses in pieces take of logits, or of their log-probabilities, times `sign`."""
+
+    logits: DeferredLogits
+    steps: list[tuple[str, Any]]
+    hidden: Tensor  # of their rows
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+    options: Options
+    sign: int
+
+    @staticmethod
+    def of(logits: DeferredLogits, of_log_probs: bool = False) -> _Pieces | None:
+        """None if the loss needs them whole."""
+        steps, head = logits.steps(), logits._head
+        if steps is None:
+            return None
+        names = [name for name, _ in steps]
+        before = steps
+        if of_log_probs:
+            at = names.index("log_softmax") if "log_softmax" in names else len(names)
+            if not set(names[at + 1 :]) <= _OF_ROWS | {"neg"} or at == len(names):
+                return None
+            before = [s for s in steps if s[0] not in ("log_softmax", "neg")]
+            if "neg" in names[:at]:
+                return None
+        form = _form(before, head.hidden.dtype != torch.float32)
+        found = None if form is None else _parameters(logits, before)
+        if form is None or found is None:
+            return None
+        head.check_unchanged()
+        hidden = head.hidden
+        for name, value in steps:
+            if name in ("shape", "copy"):
+                hidden = hidden.reshape(*value[:-1], hidden.shape[-1])
+            elif name in ("rows", "picked"):
+                hidden = hidden[value]
+            elif name == "swap":
+                hidden = hidden.transpose(*value)
+        weight, bias, bias_dtype, a, b = found
+        options = Options(-100, 0.0, *form, hidden.dtype, bias_dtype, hidden.dtype)
+        if head.adapter is not None:
+            _, _, scaling, dtype = head.adapter
+            options = options._replace(adapter_dtype=dtype, scaling=scaling)
+        sign = -1 if names.count("neg") % 2 else 1
+        return _Pieces(logits, steps, hidden, (weight, bias, a, b), options, sign)
+
+    @property
+    def records(self) -> bool:
+        return torch.is_grad_enabled() and _requires_grad(self.logits)
+
+    def hooks(self, loss_of: Callable[[Tensor, bool], Tensor]) -> LogitsHooks:
+        head = self.logits._head
+        trained = next((t for t in _added(self.steps) if t.requires_grad), None)
+
+        def product(*tensors: Tensor | None) -> Tensor:
+            own = list(tensors)
+            if trained is not None:  # it has the place of the head's
+                own[2] = head.bias
+            logits: Tensor = head.like(own).product()
+            return logits
+
+        made_by = [_step(name, value, trained) for name, value in self.steps]
+        return LogitsHooks(Formula(product, made_by, loss_of, trained))
+
+    def loss(
+        self,
+        target: Tensor,
+        loss_of: Callable[[Tensor, bool], Tensor],
+        ignore_index: int,
+        smoothing: float,
+        reduction: str,
+    ) -> Tensor:
+        """Their cross entropy, in their dtype. loss_of: the same of logits that are made."""
+        hidden, (weight, bias, a, b) = self.hidden, self.parameters
+        hooks = self.hooks(loss_of)
+        options = self.options._replace(ignore_index=ignore_index, smoothing=smoothing)
+        device = hidden.device.type
+        with torch.autocast(device, enabled=False), torch.set_grad_enabled(self.records):
+            check_head(hidden, weight, target, bias, ignore_index)
+            loss = loss_of_head(
+                hidden, weight, target, bias, options, reduction,
+                adapter=(a, b), source=self.logits._head.hidden, hooks=hooks,
+            )  # fmt: skip
+            loss = loss.to(_dtype(self.logits))  # of half types it is rounded to them
+        self.logits.consumed(hooks)
+        return loss
+
+    def at_and_sum(self, target: Tensor) -> Tensor:
+        """[2, N]: the log-probabilities of the targets [N], and the sums over the classes."""
+        hidden, (weight, bias, a, b) = self.hidden, self.parameters
+
+        sign = self.sign  # what hooks hold must not hold the logits, which hold what is found
+
+        def loss_of(values: Tensor, _: bool) -> Tensor:
+            flat = values.float().reshape(-1, values.shape[-1])
+            return at_and_sum(sign * flat, target)
+
+        hooks, flat = self.hooks(loss_of), hidden.reshape(-1, hidden.shape[-1])
+        device = hidden.device.type
+        with torch.autocast(device, enabled=False), torch.set_grad_enabled(self.records):
+            apply: Any = LogProbsOfHead.apply
+            found: Tensor = apply(
+                flat, weight, bias, a, b, target, self.options, self.logits._head.hidden, hooks
+            )
+        self.logits.consumed(hooks)
+        return found
+
+
+def _log_softmax(
+    logits: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+) -> DeferredLogits | None:
+    """Of `torch.nn.functional`."""
+    return _log_softmax_of(logits, dim, dtype)
+
+
+def _log_softmax_of(logits: Any, dim: Any = None, dtype: Any = None) -> DeferredLogits | None:
+    if dim not in (-1, len(_shape(logits)) - 1) or type(dim) is not int:
+        return None
+    # what autocast, and the dtype that is asked for, make of theirs
+    like = torch.empty(1, 1, dtype=_dtype(logits), device=logits._head.hidden.device)
+    wide = _cast(logits, torch.log_softmax(like, -1, dtype).dtype)
+    if wide is None:
+        return None
+    return _then(wide, "log_softmax", None, torch.log_softmax(_meta(wide), -1))
+
+
+def _negative(logits: DeferredLogits) -> DeferredLogits | None:
+    is_log = any(name == "log_softmax" for name, _ in logits._steps)
+    return _then(logits, "neg", None) if is_log else None
+
+
+def _gather(logits: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
+    """Of log-probabilities those of one class in each row."""
+    shape = _shape(logits)
+    if (
+        type(dim) is not int
+        or dim not in (-1, len(shape) - 1)
+        or sparse_grad
+        or type(index) is not Tensor
+        or index.dtype != torch.int64
+        or tuple(index.shape) != (*shape[:-1], 1)
+        or index.device != logits._head.hidden.device
+        or (pieces := _Pieces.of(logits, of_log_probs=True)) is None
+    ):
+        return None
+    target = index.reshape(-1)
+    # PyTorch's own error is the original's. A GPU is not waited for: there it is one of the device
+    if target.device.type == "cpu" and ((target < 0) | (target >= shape[-1])).any():
+        return None
+    found = pieces.at_and_sum(target)
+    logits._rows = None if saving_is_watched() else (pieces.records, found)
+    return (pieces.sign * found[0].reshape(index.shape)).to(_dtype(logits))
+
+
+def _sum(
+    logits: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor | None:
+    """Of log-probabilities those of all classes."""
+    shape = _shape(logits)
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    if len(dims) != 1 or type(dims[0]) is not int or dims[0] not in (-1, len(shape) - 1):
+        return None
+    pieces = _Pieces.of(logits, of_log_probs=True)
+    if pieces is None:
+        return None
+    # what is made with the value of one class serves for the sum too: see `_gather`
+    records, found = logits._rows or (None, None)
+    if found is None or records != pieces.records or saving_is_watched():
+        rows = pieces.hidden.shape[:-1].numel()
+        none = torch.zeros(rows, dtype=torch.int64, device=pieces.hidden.device)
+        found = pieces.at_and_sum(none)
+    like = torch.empty(1, 1, dtype=_dtype(logits), device=found.device)
+    result = pieces.sign * found[1].reshape(*shape[:-1], *(1,) * bool(keepdim))
+    return result.to(like.sum(-1, dtype=dtype).dtype)
 
 
 def _step(name: str, value: Any, trained: Tensor | None) -> Callable[[Tensor, Any], Tensor]:
@@ -811,6 +999,17 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     torch.tanh: _tanh,
     Tensor.tanh: _tanh,
     F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    F.log_softmax: _log_softmax,
+    torch.log_softmax: _log_softmax_of,
+    Tensor.log_softmax: _log_softmax_of,
+    Tensor.__neg__: _negative,
+    Tensor.neg: _negative,
+    torch.neg: _negative,
+    Tensor.gather: _gather,
+    torch.gather: _gather,
+    Tensor.sum: _sum,
+    torch.sum: _sum,
 }
 
 #: What asks for the logits' own gradient.

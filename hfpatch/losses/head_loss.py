@@ -28,7 +28,7 @@ Gradients of gradients, and batches of them (`is_grads_batched`), are PyTorch's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -320,13 +320,13 @@ def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _widened(x: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Rows of x in `dtype`: all at once where they are of it, some at a time where they are not."""
-    count = len(x) if x.dtype == dtype else _rows_of_bytes(x.shape[1] * dtype.itemsize)
+    count = len(x) if x.dtype == dtype else rows_of_bytes(x.shape[1] * dtype.itemsize)
     for start in range(0, max(len(x), 1), max(count, 1)):  # also of no row, whose product is zero
         part = slice(start, start + count)
         yield part, x[part].to(dtype)
 
 
-def _rows_of_bytes(each: int) -> int:
+def rows_of_bytes(each: int) -> int:
     return max(LEAST, CHUNK_BYTES // max(each, 1))
 
 
@@ -351,7 +351,7 @@ def _as_long(b: Tensor, weight: Tensor) -> Tensor:
     return F.pad(b, (0, 0, 0, more)) if more else b
 
 
-class _Own:
+class Own:
     """A head as its products take it: in the products' dtype, and `evened`."""
 
     def __init__(
@@ -421,8 +421,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, _, softcap = options[:4]
-        own = _Own(weight, bias, a, b, options)
-        count = _rows_of_bytes(options.bytes_of(len(weight)))
+        own = Own(weight, bias, a, b, options)
+        count = rows_of_bytes(options.bytes_of(len(weight)))
         losses, lses = [], []
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
             z = own.logits(x, own.low(x))
@@ -441,20 +441,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return _none(ctx)
+            return none(ctx)
         *head, target, lse = ctx.saved_tensors
-        if (found := _by_hooks(ctx, grad)) is not None:
+        if (found := by_hooks(ctx, grad)) is not None:
             return found
         wanted, options = ctx.needs_input_grad[:5], ctx.options
         if only_by_operators(grad):
-            return *_by_operators(head, wanted, target, options, grad), *_others(ctx)
+            of_logits = _cross_entropy_of(target, options, grad)
+            return *by_operators(head, wanted, options, grad, of_logits), *others(ctx)
         grad = _finite_or_nan(grad)
         with torch.autocast(grad.device.type, enabled=False):  # it may be on around a backward
             hidden, weight, bias, a, b = head
             grads = Gradients(hidden, weight, bias, a, b, wanted, options.dtype, options)
             for part in grads.parts(options.bytes_of(1)):
                 grads.add(part, grads.of_logits(part, target, lse, grad, options))
-        return *grads.results(), *_others(ctx)
+        return *grads.results(), *others(ctx)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -475,7 +476,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap, dtype = options[:5]
-        own = _Own(weight, bias, a, b, options)
+        own = Own(weight, bias, a, b, options)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
         made = weight.new_empty if len(hidden) else weight.new_zeros  # no row, no product
@@ -529,13 +530,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return _none(ctx)
+            return none(ctx)
         *head, target, dx, dw, db, da, dup = ctx.saved_tensors
-        if (changed := _by_hooks(ctx, grad)) is not None:
+        if (changed := by_hooks(ctx, grad)) is not None:
             return changed
         if only_by_operators(grad):
             wanted = ctx.needs_input_grad[:5]
-            return *_by_operators(head, wanted, target, ctx.options, grad), *_others(ctx)
+            of_logits = _cross_entropy_of(target, ctx.options, grad)
+            return *by_operators(head, wanted, ctx.options, grad, of_logits), *others(ctx)
         # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
         # where a mean is one over nothing.
         counted = target != ctx.options.ignore_index
@@ -546,10 +548,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
             None if d is None else _scaled(d, of_rows if d is dx else of_all, like.dtype)
             for d, like in zip((dx, dw, db, da, dup), head, strict=True)
         ]
-        return *found, *_others(ctx)
+        return *found, *others(ctx)
 
 
-def _others(ctx: Any) -> tuple[Tensor | None, ...]:
+def others(ctx: Any) -> tuple[Tensor | None, ...]:
     """The gradients of what the functions above are given besides: of the source there is none, for
     what comes to it comes by its rows."""
     return None, None, _nothing(ctx, ctx.of_source), None
@@ -568,7 +570,7 @@ def _nothing(ctx: Any, shape: torch.Size | None) -> Tensor | None:
     return nothing
 
 
-def _none(ctx: Any) -> tuple[None, ...]:
+def none(ctx: Any) -> tuple[None, ...]:
     """Where the loss has no gradient, which hooks on the logits are told."""
     found = no_gradients(ctx)
     if ctx.hooks:
@@ -576,7 +578,7 @@ def _none(ctx: Any) -> tuple[None, ...]:
     return found
 
 
-def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
+def by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
     """All gradients where a hook on the logits has changed theirs, None where none has."""
     if not ctx.hooks:
         return None
@@ -592,20 +594,28 @@ def _finite_or_nan(grad: Tensor) -> Tensor:
     return torch.where(grad.isfinite(), grad, torch.nan)
 
 
-def _by_operators(
+def _cross_entropy_of(target: Tensor, options: Options, grad: Tensor) -> Callable[[Tensor], Tensor]:
+    """grad: of the losses of the rows, or of their sum."""
+    # what `torch.nn.functional.cross_entropy` calls: its name may be somebody else's by now
+    function = torch.ops.aten.cross_entropy_loss.default
+    rest = None, _SUM if grad.dim() == 0 else _NONE, options.ignore_index, options.smoothing
+    return lambda wide: function(wide, target, *rest)
+
+
+def by_operators(
     head: Sequence[Tensor | None],
     wanted: Sequence[bool],
-    target: Tensor,
     options: Options,
     grad: Tensor,
+    of_logits: Callable[[Tensor], Tensor],
 ) -> list[Tensor | None]:
     """The gradients by PyTorch's own operators, of all logits at once.
 
     Args:
         head: hidden, weight, bias, and A and B of the adapter.
-        grad: of the losses of the rows, or of their sum.
+        grad: of what `of_logits` makes of the logits in fp32.
     """
-    ignore_index, smoothing, scale, softcap = options[:4]
+    scale, softcap = options.scale, options.softcap
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
         # Other tensors of the same values: with tied weights the hidden states are made of the
@@ -620,11 +630,7 @@ def _by_operators(
         wide = (logits if scale == 1.0 else logits * scale).float()
         if softcap:
             wide = softcap * torch.tanh(wide / softcap)
-        # what `torch.nn.functional.cross_entropy` calls: its name may be somebody else's by now
-        reduction = _SUM if grad.dim() == 0 else _NONE
-        loss: Tensor = torch.ops.aten.cross_entropy_loss.default(
-            wide, target, None, reduction, ignore_index, smoothing
-        )
+        loss = of_logits(wide)
     inputs = [t for t, want in zip(own, wanted, strict=True) if t is not None and want]
     found = iter(torch.autograd.grad(loss, inputs, grad, create_graph=graph))
     return [next(found) if want else None for want in wanted]
@@ -648,7 +654,7 @@ def _whole_logits(head: Sequence[Tensor | None], options: Options) -> Tensor:
 class _AdapterGradients:
     """Those of A and B of an adapter, in fp32, of some rows after others."""
 
-    def __init__(self, own: _Own, wanted: Sequence[bool]) -> None:
+    def __init__(self, own: Own, wanted: Sequence[bool]) -> None:
         self._own = own
         self._da, self._db = (
             None if t is None or not want else torch.zeros_like(t, dtype=torch.float32)

@@ -149,12 +149,22 @@ def inkling2() -> Any:
     return transformers.Inkling2ForCausalLM(config)
 
 
+def prophetnet(eps: float) -> Any:
+    """Streams in the second dimension, and a loss by `log_softmax`, smoothed by `eps`."""
+    config = shrunk(transformers.CONFIG_MAPPING["prophetnet"]())
+    config.dropout = config.attention_dropout = config.activation_dropout = 0.0
+    config.eps = eps
+    return transformers.ProphetNetForConditionalGeneration(config)
+
+
 BUILD: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Tensor]]]] = {
     **{name: (lambda name=name: seq2seq(name), with_text) for name in BIASED},
     "Esm": (esm, with_text),
     "Qwen2Audio": (qwen2_audio, padded),
     "GraniteSpeech": (granite_speech, padded),
     "Inkling2": (inkling2, with_text),
+    "ProphetNet": (lambda: prophetnet(0.0), with_text),
+    "ProphetNet, smoothed": (lambda: prophetnet(0.1), with_text),
 }
 
 
