@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hfpatch.hub import HubOptions
+    from hfpatch.losses.fused_heads import Fused
     from hfpatch.proof.proofs import Prepared
 
 #: One source, or several in order of preference, or either by op.
@@ -140,6 +141,7 @@ def apply(
     name, roots = _roots(model)
     with outside_modes(), young_only(), classes_read_once():
         decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
+        decided, fused = _with_fused_heads(decided, roots, settings)
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
         prepared = [table.wrap(p) for p in prepared]
@@ -148,9 +150,10 @@ def apply(
         announce(text)  # where a filter makes an error of it, nothing is patched
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
+    last = partial(_finish, roots, fused, decided, asked)
     try:
         with young_only(), classes_read_once():  # adapters look at each module's class again
-            _commit(roots, prepared, partial(_remember, roots, decided, asked))
+            _commit(roots, prepared, last)
     except BaseException:
         kept.release(_modules(roots))  # those of adapters that were made and taken off again
         raise
@@ -201,21 +204,65 @@ def plan(
     with outside_modes(), young_only(), classes_read_once():
         name, roots = _roots(model)
         decided, _, _ = decide(name, roots, settings, cuda_graphs, decoding, blocks)
+        decided, _ = _with_fused_heads(decided, roots, settings)
     notes = (*decided.notes, *_heads_taken(roots, decided.swaps))
     return replace(decided, notes=notes, seconds=time.perf_counter() - started)
+
+
+def _with_fused_heads(
+    decided: Plan, roots: list[tuple[str, nn.Module]], settings: Settings
+) -> tuple[Plan, list[Fused]]:
+    """With the models whose fused head, as TRL's, is served."""
+    if not settings.training:
+        return decided, []
+    from hfpatch.losses import fused_heads
+
+    fused, skips = fused_heads.offer(_paths(roots), settings)
+    paths = {f.entry.path for f in fused}
+    wrong = {note for matched, note in settings.selecting_none if not paths.isdisjoint(matched)}
+    return replace(
+        decided,
+        swaps=(*(f.entry for f in fused), *decided.swaps),
+        skips=(*decided.skips, *skips),
+        notes=tuple(note for note in decided.notes if note not in wrong),
+    ), fused
+
+
+def _finish(
+    roots: list[tuple[str, nn.Module]],
+    fused: list[Fused],
+    decided: Plan,
+    asked: dict[str, Any],
+    done: list[Callable[[], object]],
+) -> None:
+    """What belongs to an `apply` behind its adapters; appends what undoes it."""
+    from hfpatch.losses.taken import put_back
+
+    for module in _modules(roots):
+        put_back(module, done)
+    if fused:
+        from hfpatch.losses.fused_heads import exchange
+
+        exchange(fused, done)
+    _remember(roots, decided, asked, done)
 
 
 def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
     """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
     asking: TRL's trainers put theirs on a model that is patched."""
-    from hfpatch.losses.taken import OP, takers
+    from hfpatch.losses.taken import FUSED, OP, takers
 
-    heads = {s.path for s in swaps if s.op == OP}
+    paths = dict(_paths(roots))
+    heads, served = (
+        {id(paths[s.path]) for s in swaps if s.op == op and s.path in paths} for op in (OP, FUSED)
+    )
     if not heads:
         return []
-    paths = dict(_paths(roots))
-    swapped = {id(paths[path]) for path in heads if path in paths}
-    return [text for head, text in takers(paths.items()) if id(head) in swapped]
+    return [
+        text
+        for owner, head, text in takers(paths.items())
+        if id(head) in heads and id(owner) not in served
+    ]
 
 
 def restore(model: Any) -> int:
@@ -238,10 +285,12 @@ def restore(model: Any) -> int:
 
 def _take_back(roots: list[tuple[str, nn.Module]]) -> int:
     """Restore every module; what the last apply left is forgotten when all of them are."""
+    from hfpatch.losses.taken import put_back
     from hfpatch.planning import gain as gains
 
     try:
-        return swap.restore(_modules(roots))
+        count = sum(put_back(module, []) for module in _modules(roots))
+        return count + swap.restore(_modules(roots))
     finally:  # an interrupt comes when all are restored, another error when one could not be
         if all(swap.swapped(module) is None for module in _modules(roots)):
             gains.release(root for _, root in roots)
@@ -254,8 +303,10 @@ def arguments_of(model: Any) -> dict[str, Any] | None:
     Raises:
         ValueError: it is patched, but not by one `apply` of the whole of it.
     """
+    from hfpatch.losses.taken import entry_of
+
     name, roots = _roots(model)
-    if not any(swap.swapped(module) for module in _modules(roots)):
+    if not any(swap.swapped(module) or entry_of(module) for module in _modules(roots)):
         return None
     asked = [_noted_of(root).asked for _, root in roots]
     if asked[0] is None or any(one is not asked[0] for one in asked):
@@ -277,6 +328,7 @@ def status(model: Any) -> Report:
     from hfpatch.decoding import kept
     from hfpatch.graphs import kept as graphs
     from hfpatch.leaves.head import made_whole
+    from hfpatch.losses.taken import entry_of
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
@@ -289,6 +341,9 @@ def status(model: Any) -> Report:
     whole: list[str] = []
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _noted_of(module).said
+        if (entry := entry_of(module)) is not None:
+            swaps.append(replace(entry, path=path))
+            said = None
         if mark is not None and isinstance(mark.details, Candidate):
             candidates.append(mark.details.now(path, module))  # type: ignore[attr-defined]
         elif mark is not None:

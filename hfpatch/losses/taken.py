@@ -8,19 +8,27 @@ The swap of the head has no effect then, and nothing but the forward's code tell
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.planning.plan import Swap
 from hfpatch.proof.keys import names_of
 from hfpatch.proof.subject import class_of
 
 #: Of the swap of a head, in reports.
 OP = "linear_cross_entropy"
+#: Of the swap of a fused head's function (fused_heads.py).
+FUSED = "fused_head"
+
+#: Where a stand-in keeps its note.
+STAND_IN = "__hfpatch_fused_head__"
 
 _GETTER = "get_output_embeddings"
 _DEPTH = 6  # of callables that hold one another
@@ -44,9 +52,11 @@ def head_of(owner: Any) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def takers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Module, str]]:
-    """(head, what to say) of each head among `modules`, by path, whose swap a forward above it may
-    leave without effect. Nothing is run."""
+def takers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """(model, head, what to say) of each head among `modules`, by path, whose swap a forward above
+    it may leave without effect. Nothing is run."""
     paths: dict[int, str] = {}
     owners = []
     for path, module in modules:
@@ -55,14 +65,14 @@ def takers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Module
             owners.append((module, head))
     for owner, head in owners:
         if id(head) in paths and (found := _taken(owner, head)) is not None:
-            yield head, f"`{paths[id(head)]}`: {found}"
+            yield owner, head, f"`{paths[id(head)]}`: {found}"
 
 
 def unheard(model: nn.Module, said: frozenset[str]) -> list[str]:
     """Texts about swapped heads in `model` that are not in `said`."""
     return [
         text
-        for head, text in takers(model.named_modules())
+        for _, head, text in takers(model.named_modules())
         if text not in said and is_swapped(head)
     ]
 
@@ -85,7 +95,7 @@ def _taken(owner: nn.Module, head: nn.Module) -> str | None:
                 "head's swap has no effect"
             )
     for function in walk.others:
-        if any(_reads_weight(f.__code__, names) for f in _reached(function)):
+        if any(_reads_weight(f.__code__, names) for f in reached(function)):
             return (
                 f"`{_name(function)}` stands in for the forward of {cls} and takes the head's "
                 "weight itself; in calls that do so its own loss runs and the head's swap has no "
@@ -111,30 +121,106 @@ def _home(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__", "?"))
 
 
+@dataclass(frozen=True)
+class StandIn:
+    """On a function of ours: itself, the forward that it stands in for, and the report's entry."""
+
+    function: Callable[..., Any]
+    forward: types.FunctionType
+    entry: Swap
+
+
+def stand_in_of(forward: Any) -> StandIn | None:
+    """What is noted on a stand-in of ours, bound or not; wrappers copy it to themselves."""
+    function = forward.__func__ if type(forward) is types.MethodType else forward
+    if not isinstance(function, types.FunctionType):
+        return None
+    found = vars(function).get(STAND_IN)
+    return found if isinstance(found, StandIn) and found.function is function else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a callable is held, and what puts another there."""
+
+    held: Any
+    put: Callable[[Any], object]
+
+    @property
+    def function(self) -> Any:
+        """The Python function in it, if it is one."""
+        return self.held.__func__ if type(self.held) is types.MethodType else self.held
+
+    def exchange(self, function: Any, done: list[Callable[[], object]]) -> None:
+        """Put a function there, bound where what is held is; appends what undoes it."""
+        done.append(functools.partial(self.put, self.held))
+        bound = type(self.held) is types.MethodType
+        self.put(types.MethodType(function, self.held.__self__) if bound else function)
+
+
+def may_have(module: nn.Module) -> bool:
+    """Whether a forward was put on a model that has a head."""
+    own = "forward" in module.__dict__
+    return own and getattr(type(module), "get_output_embeddings", None) is not None
+
+
+def entry_of(module: nn.Module) -> Swap | None:
+    """The report's entry of a model whose fused head is served now."""
+    if not may_have(module):
+        return None
+    marks = (stand_in_of(place.held) for place in forwards_of(module).places)
+    return next((mark.entry for mark in marks if mark is not None), None)
+
+
+def put_back(module: nn.Module, done: list[Callable[[], object]]) -> int:
+    """Put the forward of a fused head back where ours stands, and appends what undoes it; how many
+    were ours: one, or none."""
+    if not may_have(module):
+        return 0
+    saved = [Place(v, swap.Slot(module, k).set) for k, v in list(module.__dict__.items())]
+    count = 0
+    for place in (*forwards_of(module).places, *saved):
+        if (mark := stand_in_of(place.held)) is not None:
+            place.exchange(mark.forward, done)
+            count = 1
+    return count
+
+
+def forwards_of(owner: nn.Module) -> _Forwards:
+    """What a call of a model runs before its modules."""
+    return _Forwards(owner)
+
+
 class _Forwards:
     """What a call of a model runs before its modules. own: forwards as its classes were written
-    with them; others: what stands around them, or in their place."""
+    with them; others: what stands around them, or in their place; places: where others are."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.own: list[types.FunctionType] = []
         self.others: list[types.FunctionType] = []
+        self.places: list[Place] = []
         self._owner = owner
         self._homes = {c.__module__ for c in type(owner).__mro__ if "forward" in vars(c)}
         self._homes.discard(nn.Module.__module__)
         self._seen: set[int] = set()
-        held = [slot.get() for slot in swap.slots(owner)]
-        held = [forward for forward in held if forward is not None]
-        for forward in held or [type(owner).forward]:
-            self._walk(forward, _DEPTH)
+        held = [slot for slot in swap.slots(owner) if slot.get() is not None]
+        for slot in held:
+            self._walk(slot.get(), slot.set, _DEPTH)
+        if not held:
+            self._walk(type(owner).forward, _nowhere, _DEPTH)
 
-    def _walk(self, forward: Any, depth: int) -> None:
+    def _walk(self, forward: Any, put: Callable[[Any], object], depth: int) -> None:
         if id(forward) in self._seen or len(self._seen) > _MOST:
             return
         self._seen.add(id(forward))
         if swap.adapter_of(forward) is not None:  # ours calls the class's
-            return self._walk(type(self._owner).forward, depth)
+            return self._walk(type(self._owner).forward, _nowhere, depth)
         if swap.is_native(self._owner, forward):
-            return self._walk(forward.__func__, depth)
+            return self._walk(forward.__func__, _nowhere, depth)
+        if (ours := stand_in_of(forward)) is not None:
+            self.places.append(Place(forward, put))
+            self._seen.add(id(ours.forward))
+            return self._held_in(ours.forward, depth)
         function = forward
         if isinstance(forward, types.MethodType):
             function = forward.__func__
@@ -145,14 +231,21 @@ class _Forwards:
                 self.own.append(function)
                 return None
             self.others.append(function)
-        if depth:
-            for held, _ in swap.held_by(forward):
-                if callable(held) and not isinstance(held, (nn.Module, type)):
-                    self._walk(held, depth - 1)
-        return None
+            if type(forward) in (types.FunctionType, types.MethodType) and put is not _nowhere:
+                self.places.append(Place(forward, put))
+        return self._held_in(forward, depth)
+
+    def _held_in(self, forward: Any, depth: int) -> None:
+        for held, put in swap.held_by(forward) if depth else ():
+            if callable(held) and not isinstance(held, (nn.Module, type)):
+                self._walk(held, put, depth - 1)
 
 
-def _reached(function: types.FunctionType) -> list[types.FunctionType]:
+def _nowhere(_: Any) -> None:
+    raise AssertionError("a class's forward stays")
+
+
+def reached(function: types.FunctionType) -> list[types.FunctionType]:
     """It, and the functions of its package that it and they find by their names."""
     package = _home(function).partition(".")[0]
     found = [function]

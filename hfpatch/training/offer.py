@@ -181,7 +181,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
 def _watch_for_takers(model: nn.Module) -> Callable[[nn.Module], None]:
     """Warns, once, of a forward that came above the model's head since, and leaves the head's swap
     without effect. The head is not called then, but the layers are."""
-    said = frozenset(text for _, text in takers(model.named_modules()))  # the report says these
+    said = frozenset(text for *_, text in takers(model.named_modules()))  # the report says these
     held = weakref.ref(model)
     told: list[bool] = []
 

@@ -239,6 +239,14 @@ def data_of(**columns: list[str]) -> Any:
     return datasets.Dataset.from_dict(columns)
 
 
+def patch(model: Any, behind: bool) -> None:
+    """behind: the trainer was made, which puts a fused head on the model: it is served then."""
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 2
+    assert sum(s.op == "fused_head" for s in report.swaps) == behind
+    assert bool([n for n in report.notes if "the head's weight itself" in n]) is False
+
+
 def text(ids: list[int]) -> str:
     return " ".join(f"w{i}" for i in ids)
 
@@ -253,35 +261,43 @@ def text(ids: list[int]) -> str:
     ],
     ids=str,
 )
-def test_trl_sft(options: dict[str, Any], words: Any, trl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_trl_sft(
+    options: dict[str, Any], behind: bool, words: Any, trl: Any, tmp_path: Path
+) -> None:
     data = data_of(text=[text(t) for t in tokens(64, 1)])
     found = []
     for patched in (False, True):
         model = build()
-        if patched:
-            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        if patched and not behind:
+            patch(model, behind)
         args = arguments(
             trl.SFTConfig, tmp_path, **{"bf16": False, "gradient_checkpointing": False, **options}
         )
         trainer = trl.SFTTrainer(model, args, train_dataset=data, processing_class=words)
+        if patched and behind:
+            patch(model, behind)
         found.append(trained(trainer))
     half = bool(options.get("bf16"))
     assert_trained_alike(found[1], found[0], 3e-2 if half else 2e-4, 0.1 if half else 1e-3)
 
 
 @pytest.mark.parametrize("with_adapters", [False, True])
-def test_trl_dpo(with_adapters: bool, words: Any, trl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_trl_dpo(with_adapters: bool, behind: bool, words: Any, trl: Any, tmp_path: Path) -> None:
     names = ("prompt", "chosen", "rejected")
     data = data_of(**{n: [text(t) for t in tokens(32, i)] for i, n in enumerate(names)})
     found = []
     for patched in (False, True):
         model = lora(build()) if with_adapters else build()
         reference = None if with_adapters else build()
-        if patched:
-            for one in (model, reference):
-                assert one is None or layers_of(hfpatch.apply(one, mode="training")) == 2
+        both = [one for one in (model, reference) if patched and one is not None]
+        for one in both if not behind else ():
+            patch(one, behind)
         args = arguments(trl.DPOConfig, tmp_path, bf16=False, gradient_checkpointing=False)
         trainer = trl.DPOTrainer(model, reference, args, train_dataset=data, processing_class=words)
+        for one in both if behind else ():
+            patch(one, behind)
         found.append(trained(trainer))
     assert_trained_alike(found[1], found[0], 2e-4, 1e-3)
 
@@ -291,15 +307,16 @@ def _rewarded(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(w[1:]) / (i + 1) for i, w in enumerate(c.split())) for c in completions]
 
 
-def test_trl_grpo(words: Any, trl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_trl_grpo(behind: bool, words: Any, trl: Any, tmp_path: Path) -> None:
     data = data_of(prompt=[text(t) for t in tokens(32, 1)])
     build().save_pretrained(tmp_path / "before")
     found = []
     for patched in (False, True):
         model = build()
         model.config._name_or_path = str(tmp_path / "before")  # TRL loads its reference from there
-        if patched:
-            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        if patched and not behind:
+            patch(model, behind)
         # Of answers made just now, without a distance from a reference, the loss is 0 whatever
         # the model is.
         args = arguments(
@@ -309,6 +326,8 @@ def test_trl_grpo(words: Any, trl: Any, tmp_path: Path) -> None:
         trainer = trl.GRPOTrainer(
             model, _rewarded, args, train_dataset=data, processing_class=words
         )
+        if patched and behind:
+            patch(model, behind)
         found.append(trained(trainer))
         assert all(e["reward_std"] > 0 for e in trainer.state.log_history if "reward_std" in e)
     assert len({round(loss, 6) for loss in found[0].losses}) > 2
@@ -328,6 +347,14 @@ PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_trl_others(name: str, words: Any, trl: Any, tmp_path: Path) -> None:
+    _train_by(name, False, words, tmp_path)
+
+
+def test_trl_kto_behind_its_trainer(words: Any, trl: Any, tmp_path: Path) -> None:
+    _train_by("KTO", True, words, tmp_path)
+
+
+def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
     where, options = PREFERENCES[name]
     home = importlib.import_module(where)
     columns = {n: [text(t) for t in tokens(32, i)] for i, n in enumerate(("prompt", "chosen"))}
@@ -341,8 +368,8 @@ def test_trl_others(name: str, words: Any, trl: Any, tmp_path: Path) -> None:
     found = []
     for patched in (False, True):
         model = build()
-        if patched:
-            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        if patched and not behind:
+            patch(model, behind)
         options = {"bf16": False, "gradient_checkpointing": False, **options}
         args = arguments(getattr(home, f"{name}Config"), tmp_path, **options)
         more: dict[str, Any] = {"ref_model": build()} if name in ("KTO", "DPO") else {}
@@ -351,6 +378,8 @@ def test_trl_others(name: str, words: Any, trl: Any, tmp_path: Path) -> None:
         trainer = getattr(home, f"{name}Trainer")(
             model, args=args, train_dataset=data_of(**columns), processing_class=words, **more
         )
+        if patched and behind:
+            patch(model, behind)
         found.append(trained(trainer))
     half = bool(options["bf16"])
     assert_trained_alike(found[1], found[0], 3e-2 if half else 1e-3, 0.1 if half else 1e-3)
