@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
-from hfpatch.losses.head_loss import loss_of_head, refusal
+from hfpatch.losses.head_loss import Options, loss_of_head, product_dtype, refusal
 from hfpatch.losses.head_rows import Form, statistics
 from hfpatch.losses.taken import (
     FUSED,
@@ -266,8 +266,9 @@ def _ours(
     # The kernel has no division behind the softcap, and a scale of its is rounded to a half type.
     kernel = divided == 1.0 or (not cap and x.dtype == torch.float32)
     if set(outputs) <= {"log_probs"} and kernel and x.dtype in KERNEL_DTYPES:
+        dtype = product_dtype(x, weight)
+        options = Options(-100, 0.0, 1.0 / divided, cap, dtype, dtype, dtype)
         with torch.autocast(kind, enabled=False):
-            options = (-100, 0.0, 1.0 / divided, cap)
             loss = loss_of_head(x, weight, targets, bias, options, "none")
         return -loss, None, None, None, None
     form = Form(1.0, cap, divided)
