@@ -415,6 +415,8 @@ class Table:
     def _read(self, cache: CacheTable, tensors: list[Tensor], addresses: list[int]) -> None:
         layers = self.model.layers
         self._tensors, self._addresses = [], []
+        # first, as an interrupt between two lines may leave the rest for the next step
+        self.version += 1
         if not len(cache.keys) == len(cache.values) == len(layers):
             raise DecodingError(
                 f"`cache`: expected keys and values of {len(layers)} layers, got "
@@ -433,7 +435,6 @@ class Table:
         self.entries.copy_(torch.tensor(entries, device="cpu"))
         self.least = min(t.shape[2] for t in tensors)
         self._tensors, self._addresses = list(map(weakref.ref, tensors)), addresses
-        self.version += 1
 
     def _check(self, name: str, tensor: Tensor, attention: Any) -> None:
         wanted = (self.rows, attention.key_heads, attention.head_dim)

@@ -118,6 +118,9 @@ class StepGraphs:
             kinds = (mask is None, embeds is None, hidden is None)
             most_keys = self._few_keys if self._held + self._tokens <= self._few_keys else 0
             key = (logits.shape[1], logits.dtype, *kinds, most_keys, chooser)
+            held = self._held
+            if chooser is not None:  # one more behind the launch; an interrupt may come before that
+                self._held = -1  # is noted
             graph = self._graphs.get(key)
             if graph is None:
 
@@ -132,7 +135,7 @@ class StepGraphs:
             else:
                 graph.replay()
             if chooser is not None and chain is not None:
-                self._held += 1
+                self._held = held + 1
                 chain.launched()
             if logits is not result:
                 logits.copy_(result)
