@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from decoding.families import make, prompts
+from decoding.families import device, here, make, prompts
 from transformers import DynamicCache
 
 import hfpatch
@@ -80,20 +80,24 @@ def test_offload_behind_apply(where: str, tmp_path: Path) -> None:
 def test_a_cache_on_another_device_is_the_originals_error() -> None:
     plain, patched = pair()
 
-    def cached(model: Any) -> DynamicCache:
+    def cached(model: Any, other: str) -> DynamicCache:
         with torch.no_grad():
             cache: DynamicCache = model(**prompts(1), use_cache=True).past_key_values
         for layer in cache.layers:
-            layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+            layer.keys, layer.values = layer.keys.to(other), layer.values.to(other)
         return cache
 
-    errors = []
-    for model in (plain, patched):
-        with pytest.raises(Exception) as raised, torch.no_grad():  # noqa: PT011
-            model(torch.tensor([[5]]), past_key_values=cached(model))
-        errors.append((type(raised.value), str(raised.value)))
-    assert errors[0] == errors[1]
-    assert torch.equal(text(patched), text(plain))
+    for other in sorted({"meta", "cpu"} - {device()}):
+        errors = []
+        for model in (plain, patched):
+            cache = cached(model, other)
+            with pytest.raises(Exception) as raised, torch.no_grad():  # noqa: PT011
+                model(here(torch.tensor([[5]])), past_key_values=cache)
+            errors.append((type(raised.value), str(raised.value)))
+        assert errors[0] == errors[1]
+        steps = kept.decoders[patched].steps
+        assert torch.equal(text(patched), text(plain))
+        assert kept.decoders[patched].steps > steps
 
 
 @pytest.mark.parametrize("sample", [False, True])

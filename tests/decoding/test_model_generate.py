@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from typing import Any
 
 import pytest
 import torch
-from decoding.families import make, prompts
+from decoding.families import device, here, make, prompts
 from support.nearness import assert_as_near
 from support.steps import drawn
 from transformers import (
@@ -23,8 +24,13 @@ import hfpatch
 from hfpatch.decoding import kept
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair() -> tuple[Any, Any]:
+    return _pair(device())
+
+
+@functools.cache
+def _pair(_on: str) -> tuple[Any, Any]:
     plain = make("qwen3")
     patched = copy.deepcopy(plain)
     report = hfpatch.apply(patched)
@@ -55,7 +61,7 @@ class _After(StoppingCriteria):
         reached = input_ids.shape[1] >= self.length
         if reached and self.error is not None:
             raise self.error
-        return torch.full((input_ids.shape[0],), reached)
+        return torch.full((input_ids.shape[0],), reached, device=input_ids.device)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -224,8 +230,8 @@ def test_a_mask_with_holes_and_one_of_four_dimensions(pair: tuple[Any, Any]) -> 
     more = {"max_new_tokens": 8, "do_sample": False}
     wanted = plain.generate(**inputs, **more)
     assert torch.equal(patched.generate(**inputs, **more), wanted)
-    ids, token = inputs["input_ids"], torch.tensor([[5], [6]])
-    seen = torch.ones(2, 1, 1, 10, dtype=torch.bool)
+    ids, token = inputs["input_ids"], here(torch.tensor([[5], [6]]))
+    seen = here(torch.ones(2, 1, 1, 10, dtype=torch.bool))
     seen[:, :, :, 3] = False
     results = []
     with torch.no_grad():

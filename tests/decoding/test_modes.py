@@ -12,6 +12,7 @@ import torch
 from decoding.families import device, make, prompts
 from decoding.loop_cases import random_state
 from transformers import (
+    CompileConfig,
     DynamicCache,
     PreTrainedTokenizerFast,
     StaticCache,
@@ -200,6 +201,53 @@ def test_a_static_cache_of_the_users_own(family: str) -> None:
         for m in (plain, patched)
     ]
     assert torch.equal(*texts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", [False, True], ids=["by name", "the user's own"])
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
+def test_a_static_cache_with_which_transformers_compiles(family: str, given: bool) -> None:
+    """Its default on a GPU, for each call behind the prompt's. What is compiled is the patched
+    model's forward, which hands such calls to the original, and stays on the model."""
+    torch.compiler.reset()
+    plain = make(family)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    inputs = prompts(2)
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    compiling: dict[str, Any] = {}
+    if device() == "cpu":  # where transformers compiles for tests alone
+        config = CompileConfig(backend="eager", mode="default")
+        config._compile_all_devices = True  # type: ignore[assignment]
+        compiling = {"compile_config": config}
+
+    def static(model: Any, **more: Any) -> torch.Tensor:
+        kind: dict[str, Any] = {"cache_implementation": "static"}
+        if given:
+            kind = {"past_key_values": StaticCache(config=model.config, max_cache_len=40)}
+        text: torch.Tensor = model.generate(**inputs, **greedy, **kind, **more)
+        return text
+
+    wanted = static(plain, disable_compile=True)
+    for _ in range(2):  # the second finds what the first compiled
+        assert torch.equal(static(plain, **compiling), wanted)
+        assert torch.equal(static(patched, **compiling), wanted)
+    assert hasattr(plain, "_compiled_call") and hasattr(patched, "_compiled_call")
+    assert steps_of(patched) == 0
+    said = [n for n in hfpatch.status(patched).notes if "steps not used" in n]
+    assert said == ["decoding steps not used: its cache is a StaticCache"]
+    # a cache that grows has steps before and behind
+    for _ in range(2):
+        text = patched.generate(**inputs, **greedy)
+        assert torch.equal(text, plain.generate(**inputs, **greedy))
+    steps = steps_of(patched)
+    assert steps > 0
+    assert torch.equal(static(patched, **compiling), wanted)
+    assert torch.equal(patched.generate(**inputs, **greedy), text) and steps_of(patched) > steps
+    hfpatch.restore(patched)
+    assert torch.equal(static(patched, **compiling), wanted)
 
 
 def test_a_chat_goes_on_in_its_cache() -> None:
