@@ -679,6 +679,54 @@ def test_an_added_bias_that_is_learned(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+FORMS: dict[str, Any] = {
+    "cross entropy": lambda y, ids: F.cross_entropy(y.flatten(0, 1), ids.flatten() - 2),
+    "a sum": lambda y, ids: F.cross_entropy(
+        y.flatten(0, 1), ids.flatten() - 2, reduction="sum", label_smoothing=0.1
+    ),
+    "log-probabilities": lambda y, ids: (
+        lambda lp: lp.gather(-1, ids[..., None] - 2).mean() + lp.sum(-1).mean() / 50
+    )(y.log_softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("at", ["the head's", "with a bias", "of some classes", "the last"])
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in FORMS), ("cross entropy", True)]
+)
+def test_hooks_where_some_classes_are_left_out(
+    name: str, compiled: bool, change: bool, at: str
+) -> None:
+    """What a hook changes may reach classes that the loss leaves out."""
+    found = []
+    for model in the_model_with(with_bias):
+        model.lm_head.bias.requires_grad_(False)
+        ids = ids_of(model)
+        bias = bias_of(model.lm_head.weight[:, 0]).clone().requires_grad_()
+        made = {"the head's": model(input_ids=ids).logits}
+        made["with a bias"] = made["the head's"] + bias
+        made["of some classes"] = made["with a bias"][..., 2:103]
+        made["the last"] = torch.tanh(made["of some classes"] / 3.0) * 3.0
+        loss = FORMS[name](made["the last"], ids)
+        heard: list[Tensor] = []
+
+        def hook(g: Tensor, heard: list[Tensor] = heard) -> Tensor | None:
+            heard.append(g * 1.0)
+            return g * 3.0 + 1e-3 if change else None
+
+        made[at].register_hook(hook)
+        if compiled:
+            with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+                loss.backward()
+        else:
+            loss.backward()
+        leaves = [bias, *(p for p in model.parameters() if p.requires_grad)]
+        found.append([loss.detach(), *heard, *(p.grad for p in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_an_added_bias_that_is_written_to_after() -> None:
     found = []
     for model in the_model_with():

@@ -815,9 +815,22 @@ class _Pieces:
     def records(self) -> bool:
         return torch.is_grad_enabled() and _requires_grad(self.logits)
 
+    @property
+    def trained(self) -> Tensor | None:
+        """What was added, where it has a gradient: as `_parameters` has it, one alone."""
+        return next((t for t in _added(self.steps) if t.requires_grad), None)
+
+    @property
+    def sources(self) -> list[Tensor | None]:
+        """The head's tensors, where others were made of them."""
+        whole = self.logits._head.tensors
+        if self.trained is not None:
+            whole[2] = self.trained
+        made = (None, *self.parameters)
+        return [None if t is own else t for t, own in zip(whole, made, strict=True)]
+
     def hooks(self, loss_of: Callable[[Tensor, bool], Tensor]) -> LogitsHooks:
-        head = self.logits._head
-        trained = next((t for t in _added(self.steps) if t.requires_grad), None)
+        head, trained = self.logits._head, self.trained
 
         def product(*tensors: Tensor | None) -> Tensor:
             own = list(tensors)
@@ -846,7 +859,7 @@ class _Pieces:
             check_head(hidden, weight, target, bias, ignore_index)
             loss = loss_of_head(
                 hidden, weight, target, bias, options, reduction,
-                adapter=(a, b), source=self.logits._head.hidden, hooks=hooks,
+                adapter=(a, b), hooks=hooks, sources=self.sources,
             )  # fmt: skip
             loss = loss.to(_dtype(self.logits))  # of half types it is rounded to them
         self.logits.consumed(hooks)
@@ -867,7 +880,7 @@ class _Pieces:
         with torch.autocast(device, enabled=False), torch.set_grad_enabled(self.records):
             apply: Any = LogProbsOfHead.apply
             found: Tensor = apply(
-                flat, weight, bias, a, b, target, self.options, self.logits._head.hidden, hooks
+                flat, weight, bias, a, b, target, self.options, hooks, *self.sources
             )
         self.logits.consumed(hooks)
         return found
@@ -888,7 +901,7 @@ def _log_softmax_of(logits: Any, dim: Any = None, dtype: Any = None) -> Deferred
     wide = _cast(logits, torch.log_softmax(like, -1, dtype).dtype)
     if wide is None:
         return None
-    return _then(wide, "log_softmax", None, torch.log_softmax(_meta(wide), -1))
+    return _then(wide, "log_softmax", None, torch.empty(_shape(wide), device="meta"))
 
 
 def _negative(logits: DeferredLogits) -> DeferredLogits | None:

@@ -18,6 +18,7 @@ from hfpatch.losses.head_loss import (
     Own,
     by_hooks,
     by_operators,
+    likenesses,
     none,
     others,
     rows_of_bytes,
@@ -44,8 +45,8 @@ class LogProbsOfHead(torch.autograd.Function):
         b: Tensor | None,
         target: Tensor,
         options: Options,
-        source: Tensor,
         hooks: LogitsHooks,
+        *sources: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         own = Own(weight, bias, a, b, options)
@@ -60,7 +61,7 @@ class LogProbsOfHead(torch.autograd.Function):
             found[0, part] = y.gather(1, target[part, None])[:, 0] - lse
             found[1, part] = y.sub_(lse[:, None]).sum(-1)
             lses[part] = lse
-        ctx.options, ctx.hooks, ctx.of_source = options, hooks, source.shape
+        ctx.options, ctx.hooks, ctx.of_sources = options, hooks, likenesses(sources)
         ctx.save_for_backward(hidden, weight, bias, a, b, target, lses)
         return found
 

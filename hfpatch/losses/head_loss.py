@@ -176,8 +176,8 @@ def loss_of_head(
     num_items: Tensor | float | None = None,
     recompute: bool | None = None,
     adapter: tuple[Tensor | None, Tensor | None] = (None, None),
-    source: Tensor | None = None,
     hooks: LogitsHooks | None = None,
+    sources: Sequence[Tensor | None] = (None,) * 5,
 ) -> Tensor:
     """`linear_cross_entropy` without what is PyTorch's operators' alone, of a head that
     `check_head` has seen.
@@ -185,7 +185,8 @@ def loss_of_head(
     Args:
         adapter: (A [r, H], B [V, r]) of LoRA: ``scaling (hidden A^T) B^T`` is added to the product.
         hooks: those on logits that a model's head has deferred: called in the backward.
-        source: what that head was given, of which `hidden` is some rows.
+        sources: what the hidden states, the weight, the bias, A and B were made of, where they are
+            some rows or classes of it: what a hook has changed goes there.
     """
     rows = target.to(hidden.device, torch.int64).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -196,9 +197,11 @@ def loss_of_head(
         recompute = saving_is_watched() or (few and hidden.device.type not in TIME_FIRST)
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
-        total: Tensor = summed(flat, weight, bias, *adapter, rows, options, source, hooks).double()
+        total: Tensor = summed(
+            flat, weight, bias, *adapter, rows, options, hooks, *sources
+        ).double()
     else:
-        loss: Tensor = apply(flat, weight, bias, *adapter, rows, options, source, hooks)
+        loss: Tensor = apply(flat, weight, bias, *adapter, rows, options, hooks, *sources)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
         return shaped(total, target.shape)
@@ -416,8 +419,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         b: Tensor | None,
         target: Tensor,
         options: Options,
-        source: Tensor | None,
         hooks: LogitsHooks | None,
+        *sources: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, _, softcap = options[:4]
@@ -434,7 +437,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(loss)
             lses.append(lse)
         ctx.options, ctx.hooks = options, hooks
-        ctx.of_source = None if source is None else source.shape
+        ctx.of_sources = likenesses(sources)
         ctx.save_for_backward(hidden, weight, bias, a, b, target, torch.cat(lses))
         return torch.cat(losses)
 
@@ -471,8 +474,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         b: Tensor | None,
         target: Tensor,
         options: Options,
-        source: Tensor | None,
         hooks: LogitsHooks | None,
+        *sources: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap, dtype = options[:5]
@@ -519,7 +522,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             del z
         dw = None if dw is None else dw[: len(weight)]
         ctx.options, ctx.hooks = options, hooks
-        ctx.of_source = None if source is None else source.shape
+        ctx.of_sources = likenesses(sources)
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
         ctx.save_for_backward(
@@ -552,21 +555,29 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def others(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of what the functions above are given besides: of the source there is none, for
-    what comes to it comes by its rows."""
-    return None, None, _nothing(ctx, ctx.of_source), None
+    """The gradients of what the functions above are given besides: of the sources there is none,
+    for what comes to them comes by what was made of them."""
+    return None, None, None, *(_nothing(ctx, like) for like in ctx.of_sources)
 
 
-def _nothing(ctx: Any, shape: torch.Size | None) -> Tensor | None:
-    """No gradient of one of the two inputs that tell of the hidden states; shape: of that input.
+#: Shape and dtype of an input.
+_Likeness = tuple[torch.Size, torch.dtype]
+
+
+def likenesses(tensors: Sequence[Tensor | None]) -> list[_Likeness | None]:
+    return [None if t is None else (t.shape, t.dtype) for t in tensors]
+
+
+def _nothing(ctx: Any, like: _Likeness | None) -> Tensor | None:
+    """No gradient of one of the two inputs that tell of the same; like: that input.
 
     Compiled autograd, which calls a backward with a stand-in for its node, has made a place for the
     gradient of each input by then, and cannot do without: it is given zeros, which it adds to what
     comes by the other input.
     """
-    if isinstance(ctx, BackwardCFunction) or shape is None:
+    if isinstance(ctx, BackwardCFunction) or like is None:
         return None
-    nothing: Tensor = ctx.saved_tensors[0].new_zeros(shape)
+    nothing: Tensor = ctx.saved_tensors[0].new_zeros(like[0], dtype=like[1])
     return nothing
 
 
@@ -583,10 +594,16 @@ def by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
     if not ctx.hooks:
         return None
     needed = ctx.needs_input_grad
-    found = ctx.hooks.run(grad, (needed[7], *needed[1:5]))
+    has_source = [like is not None for like in ctx.of_sources]
+    wanted = [needed[i - 5] if has else needed[i] for i, has in enumerate(has_source)]
+    found = ctx.hooks.run(grad, wanted)
     if found is None:
         return None
-    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, found[0], None
+    tensors, both = likenesses(ctx.saved_tensors[:5]), list(zip(found, has_source, strict=True))
+    direct = [
+        _nothing(ctx, like) if has else d for like, (d, has) in zip(tensors, both, strict=True)
+    ]
+    return *direct, None, None, None, *(d if has else None for d, has in both)
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:

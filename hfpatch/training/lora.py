@@ -58,7 +58,7 @@ def why_not(module: nn.Module) -> str:
             return "its adapter is a variant of LoRA (DoRA, or another)"
         if name in sides.lora_dropout and not _is_nothing(sides.lora_dropout[name]):
             return "its adapter has dropout"
-        if any(getattr(side[name], "bias", None) is not None for side in (sides.lora_B,)):
+        if getattr(sides.lora_B[name], "bias", None) is not None:
             return "its adapter has a bias"
     except Exception:  # of another version
         pass
