@@ -1,7 +1,7 @@
 """Fused heads of others, as TRL's: their function of a head's product replaced by ours.
 
 TRL's trainers put a forward on a model that hands the last hidden states, the head's weight and the
-labels to a function of autograd's. On a CPU ours takes half the time and memory (see
+labels to a function of autograd's. On a CPU ours takes less time and half the memory (see
 benchmarks/notes-training.md). The forward stays: a function of the same code and closure stands in
 for it, which finds ours under the one name. It is recognised by what it calls, a function with the
 arguments of TRL's, and that one is proven to compute what ours does: log-probabilities, entropy,
