@@ -15,7 +15,7 @@ from hfpatch.announce import announce, what_was_lost
 from hfpatch.collector import young_only
 from hfpatch.kernels.kernelized import OVERWRITTEN
 from hfpatch.per_object import PerObject
-from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
+from hfpatch.planning.plan import FUSED_HEAD, HEAD, Candidate, Plan, Skip, Swap
 from hfpatch.planning.settings import Settings, check_settings
 from hfpatch.report import Report
 
@@ -213,7 +213,7 @@ def _with_fused_heads(
     decided: Plan, roots: list[tuple[str, nn.Module]], settings: Settings
 ) -> tuple[Plan, list[Fused]]:
     """With the models whose fused head, as TRL's, is served."""
-    if not settings.training:
+    if not settings.training or not any(map(swap.may_have_fused_head, _modules(roots))):
         return decided, []
     from hfpatch.losses import fused_heads
 
@@ -236,10 +236,7 @@ def _finish(
     done: list[Callable[[], object]],
 ) -> None:
     """What belongs to an `apply` behind its adapters; appends what undoes it."""
-    from hfpatch.losses.taken import put_back
-
-    for module in _modules(roots):
-        put_back(module, done)
+    _fused_heads_back(roots, done)
     if fused:
         from hfpatch.losses.fused_heads import exchange
 
@@ -247,17 +244,36 @@ def _finish(
     _remember(roots, decided, asked, done)
 
 
+def _fused_heads_back(roots: list[tuple[str, nn.Module]], done: list[Callable[[], object]]) -> int:
+    """Put the forwards of fused heads back; how many were ours. Appends what undoes it."""
+    models = list(filter(swap.may_have_fused_head, _modules(roots)))
+    if not models:
+        return 0
+    from hfpatch.losses.taken import put_back
+
+    return sum(put_back(module, done) for module in models)
+
+
+def _fused_head_of(module: nn.Module) -> Swap | None:
+    if not swap.may_have_fused_head(module):
+        return None
+    from hfpatch.losses.taken import entry_of
+
+    return entry_of(module)
+
+
 def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
     """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
     asking: TRL's trainers put theirs on a model that is patched."""
-    from hfpatch.losses.taken import FUSED, OP, takers
-
     paths = dict(_paths(roots))
     heads, served = (
-        {id(paths[s.path]) for s in swaps if s.op == op and s.path in paths} for op in (OP, FUSED)
+        {id(paths[s.path]) for s in swaps if s.op == op and s.path in paths}
+        for op in (HEAD, FUSED_HEAD)
     )
     if not heads:
         return []
+    from hfpatch.losses.taken import takers
+
     return [
         text
         for owner, head, text in takers(paths.items())
@@ -285,11 +301,10 @@ def restore(model: Any) -> int:
 
 def _take_back(roots: list[tuple[str, nn.Module]]) -> int:
     """Restore every module; what the last apply left is forgotten when all of them are."""
-    from hfpatch.losses.taken import put_back
     from hfpatch.planning import gain as gains
 
     try:
-        count = sum(put_back(module, []) for module in _modules(roots))
+        count = _fused_heads_back(roots, [])
         return count + swap.restore(_modules(roots))
     finally:  # an interrupt comes when all are restored, another error when one could not be
         if all(swap.swapped(module) is None for module in _modules(roots)):
@@ -303,10 +318,8 @@ def arguments_of(model: Any) -> dict[str, Any] | None:
     Raises:
         ValueError: it is patched, but not by one `apply` of the whole of it.
     """
-    from hfpatch.losses.taken import entry_of
-
     name, roots = _roots(model)
-    if not any(swap.swapped(module) or entry_of(module) for module in _modules(roots)):
+    if not any(swap.swapped(module) or _fused_head_of(module) for module in _modules(roots)):
         return None
     asked = [_noted_of(root).asked for _, root in roots]
     if asked[0] is None or any(one is not asked[0] for one in asked):
@@ -328,7 +341,6 @@ def status(model: Any) -> Report:
     from hfpatch.decoding import kept
     from hfpatch.graphs import kept as graphs
     from hfpatch.leaves.head import made_whole
-    from hfpatch.losses.taken import entry_of
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
@@ -341,7 +353,7 @@ def status(model: Any) -> Report:
     whole: list[str] = []
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _noted_of(module).said
-        if (entry := entry_of(module)) is not None:
+        if (entry := _fused_head_of(module)) is not None:
             swaps.append(replace(entry, path=path))
             said = None
         if mark is not None and isinstance(mark.details, Candidate):

@@ -189,6 +189,12 @@ def foreign_forward(module: nn.Module) -> str | None:
     return f"its forward was already replaced by `{where}.{name}`"
 
 
+def may_have_fused_head(module: nn.Module) -> bool:
+    """Whether a forward stands on a model that has a head: `hfpatch.losses.taken` reads it."""
+    own = "forward" in module.__dict__
+    return own and getattr(type(module), "get_output_embeddings", None) is not None
+
+
 def swapped(module: nn.Module) -> Swapped | None:
     """What stands in `module`, if we patched it."""
     for slot in slots(module):

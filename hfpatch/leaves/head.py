@@ -20,9 +20,10 @@ from hfpatch.leaves.recall import RecallSubject
 from hfpatch.losses.deferred_logits import Adapter, DeferredLogits
 from hfpatch.losses.head_loss import refusal
 from hfpatch.losses.resharded import is_resharded
-from hfpatch.losses.taken import OP, head_of
+from hfpatch.losses.taken import head_of
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.per_object import PerObject
+from hfpatch.planning.plan import HEAD
 from hfpatch.proof.contract import Contract
 from hfpatch.proof.subject import (
     Family,
@@ -118,7 +119,7 @@ class Heads(Family):
 class HeadSubject(RecallSubject):
     """A head; what it returns is read by its model, so nothing inside is bypassed."""
 
-    op = OP
+    op = HEAD
 
     def parameters(self) -> dict[str, Tensor | None]:
         if not lora.is_adapted(self.module):

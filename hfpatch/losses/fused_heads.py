@@ -29,18 +29,16 @@ from hfpatch import swap
 from hfpatch.losses.head_loss import Options, loss_of_head, product_dtype, refusal
 from hfpatch.losses.head_rows import Form, statistics
 from hfpatch.losses.taken import (
-    FUSED,
     STAND_IN,
     Place,
     StandIn,
     forwards_of,
     head_of,
-    may_have,
     reached,
     stand_in_of,
 )
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.planning.plan import Skip, Swap
+from hfpatch.planning.plan import FUSED_HEAD, Skip, Swap
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.keys import names_of
 from hfpatch.proof.subject import autocasts, class_of, plain, watched
@@ -91,7 +89,7 @@ def offer(
     if not settings.training or sources.assumed is not None:
         return found, skips
     for path, owner in modules:
-        if not may_have(owner) or (head := head_of(owner)) is None:
+        if not swap.may_have_fused_head(owner) or (head := head_of(owner)) is None:
             continue
         name = class_of(owner).__name__
         if settings.include is not None and not matches(settings.include, path, name):
@@ -112,8 +110,8 @@ def offer(
             # another than the weight's under autocast, or where the head is cast
             proven = frozenset(d for d, found in errors.items() if not isinstance(found, str))
             entry = Swap(
-                path, name, FUSED, f"the function of a head's product in {where}", "hfpatch", "",
-                ("cpu",), *own, settings.mode,
+                path, name, FUSED_HEAD, f"the function of a head's product in {where}", "hfpatch",
+                "", ("cpu",), *own, settings.mode,
             )  # fmt: skip
             found.append(Fused(owner, function, called, proven, entry))
             break

@@ -18,14 +18,9 @@ from typing import Any
 from torch import nn
 
 from hfpatch import swap
-from hfpatch.planning.plan import Swap
+from hfpatch.planning.plan import HEAD, Swap
 from hfpatch.proof.keys import names_of
 from hfpatch.proof.subject import class_of
-
-#: Of the swap of a head, in reports.
-OP = "linear_cross_entropy"
-#: Of the swap of a fused head's function (fused_heads.py).
-FUSED = "fused_head"
 
 #: Where a stand-in keeps its note.
 STAND_IN = "__hfpatch_fused_head__"
@@ -80,7 +75,7 @@ def unheard(model: nn.Module, said: frozenset[str]) -> list[str]:
 def is_swapped(head: nn.Module) -> bool:
     """Whether a head has our swap of heads."""
     mark = swap.swapped(head)
-    return mark is not None and getattr(mark.details, "op", None) == OP
+    return mark is not None and getattr(mark.details, "op", None) == HEAD
 
 
 def _taken(owner: nn.Module, head: nn.Module) -> str | None:
@@ -158,15 +153,9 @@ class Place:
         self.put(types.MethodType(function, self.held.__self__) if bound else function)
 
 
-def may_have(module: nn.Module) -> bool:
-    """Whether a forward was put on a model that has a head."""
-    own = "forward" in module.__dict__
-    return own and getattr(type(module), "get_output_embeddings", None) is not None
-
-
 def entry_of(module: nn.Module) -> Swap | None:
     """The report's entry of a model whose fused head is served now."""
-    if not may_have(module):
+    if not swap.may_have_fused_head(module):
         return None
     marks = (stand_in_of(place.held) for place in forwards_of(module).places)
     return next((mark.entry for mark in marks if mark is not None), None)
@@ -175,7 +164,7 @@ def entry_of(module: nn.Module) -> Swap | None:
 def put_back(module: nn.Module, done: list[Callable[[], object]]) -> int:
     """Put the forward of a fused head back where ours stands, and appends what undoes it; how many
     were ours: one, or none."""
-    if not may_have(module):
+    if not swap.may_have_fused_head(module):
         return 0
     saved = [Place(v, swap.Slot(module, k).set) for k, v in list(module.__dict__.items())]
     count = 0

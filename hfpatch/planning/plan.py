@@ -19,6 +19,10 @@ SKIP_KINDS = {
 }
 
 
+#: `Swap.op` of a head whose logits are deferred, and of a fused head's function (`hfpatch.losses`).
+HEAD, FUSED_HEAD = "linear_cross_entropy", "fused_head"
+
+
 @dataclass(frozen=True)
 class Swap:
     """One module whose forward a kernel takes over.

@@ -24,6 +24,7 @@ from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import hooked, stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, is_wall
+from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
@@ -142,7 +143,8 @@ class Kind:
         if cache is not None:
             found = state_of(cache, block, self.numbers)
             if isinstance(found, str):
-                self.unfit = found
+                if not is_deferred():  # a step's cache, beside which the original runs once
+                    self.unfit = found
                 return None, None, None, None
             state, held = found
             if state.past and not self.past:
