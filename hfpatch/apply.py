@@ -262,6 +262,12 @@ def _fused_head_of(module: nn.Module) -> Swap | None:
     return entry_of(module)
 
 
+def _made_whole(path: str, head: nn.Module) -> list[str]:
+    from hfpatch.leaves.head import made_whole
+
+    return list(made_whole(path, head))
+
+
 def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
     """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
     asking: TRL's trainers put theirs on a model that is patched."""
@@ -340,7 +346,6 @@ def status(model: Any) -> Report:
     from hfpatch.blocks import flash3
     from hfpatch.decoding import kept
     from hfpatch.graphs import kept as graphs
-    from hfpatch.leaves.head import made_whole
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
@@ -360,7 +365,8 @@ def status(model: Any) -> Report:
             candidates.append(mark.details.now(path, module))  # type: ignore[attr-defined]
         elif mark is not None:
             swaps.append(replace(mark.details, path=path))
-            whole += made_whole(path, module)
+            if mark.details.op == HEAD:
+                whole += _made_whole(path, module)
             adapters.append(mark.adapter)
         elif isinstance(said, Skip):
             skips.append(replace(said, path=path))
