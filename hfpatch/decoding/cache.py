@@ -603,9 +603,9 @@ def _memory_for(kept: Kept, capacity: int) -> list[Tensor]:
 
 
 def _initialize(layer: Any, memory: Tensor, plain: dict[type, dict[str, Any]]) -> None:
-    """What a first update does before it takes keys, which are of the form of `memory`: tensors of
-    no elements, which go again. The second layer of a class is given what the first one got, where
-    that is nothing else."""
+    """What a first update does before it takes keys, which are of the form of `memory`. The second
+    layer of a class is given what the first one got, where that is nothing else: all in one line,
+    as an interrupt leaves a layer that was begun or one that was not."""
     got = plain.get(type(layer))
     if got is not None:
         layer.__dict__.update(got)
@@ -615,7 +615,9 @@ def _initialize(layer: Any, memory: Tensor, plain: dict[type, dict[str, Any]]) -
     layer.lazy_initialization(empty, empty)
     now = layer.__dict__
     changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
-    changed.pop("keys", None)
-    changed.pop("values", None)
-    if all(isinstance(v, (bool, torch.dtype, torch.device)) for v in changed.values()):
+    tensors = changed.get("keys"), changed.get("values")
+    others = [v for k, v in changed.items() if k not in ("keys", "values")]
+    if all(type(t) is Tensor and not t.numel() for t in tensors) and all(
+        isinstance(v, (bool, torch.dtype, torch.device)) for v in others
+    ):
         plain[type(layer)] = changed

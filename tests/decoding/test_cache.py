@@ -551,3 +551,44 @@ def test_an_interrupt_at_any_line_leaves_a_cache_that_is_whole(window: bool, pha
             for layer in ours.layers:
                 assert layer.keys.shape == layer.values.shape and layer.get_seq_length() in (9, 10)
     assert stopped > 10
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_an_interrupt_at_any_line_of_a_prompts_end_leaves_layers_that_are_whole(
+    window: bool,
+) -> None:
+    """Some may have the prompt already, as in the original; each goes on from what it has."""
+    new, another = _new(2, 9, 0), _new(2, 1, 1)
+    parts = (*(k for k, _ in new), *(v for _, v in new))
+    left = stopped = 0
+    while left == stopped:
+        left += 1
+        ours, lines = _plain(window), 0
+
+        def trace(frame: Any, event: str, _: Any, at: int = left) -> Any:
+            nonlocal lines, stopped
+            if not frame.f_code.co_filename.endswith("decoding/cache.py"):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                stopped += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            caches.begin(ours, Kept(None, parts, 9))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        for layer, first, second in zip(ours.layers, new, another, strict=True):
+            there = layer.get_seq_length()
+            assert there in (0, 9)
+            keys, values = layer.update(*second)
+            for got, one, two in zip((keys, values), first, second, strict=True):
+                wanted = torch.cat((one, two), 2) if there else two
+                assert torch.equal(got, wanted[:, :, -got.shape[2] :])
+                assert got.shape[2] == wanted.shape[2] or layer.is_sliding
+    assert stopped > 10
