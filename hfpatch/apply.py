@@ -148,6 +148,7 @@ def apply(
     lost = what_was_lost(decided, roots, settings.sources.failures, settings.include is not None)
     for text in (*lost, *in_vain, *offer.missed(decoding, decided.skips)):
         announce(text)  # where a filter makes an error of it, nothing is patched
+    taken = _heads_taken(roots, decided.swaps)  # it walks the model, which may fail
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     last = partial(_finish, roots, fused, decided, asked)
@@ -161,7 +162,7 @@ def apply(
     if timed:
         for _, root in roots:
             gains.keep(root, table)
-    notes = (*decided.notes, *_heads_taken(roots, decided.swaps))
+    notes = (*decided.notes, *taken)
     seconds = time.perf_counter() - started
     return Report(replace(decided, notes=notes, seconds=seconds), applied=True)
 
@@ -271,13 +272,13 @@ def _made_whole(path: str, head: nn.Module) -> list[str]:
 def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
     """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
     asking: TRL's trainers put theirs on a model that is patched."""
+    if not any(s.op == HEAD for s in swaps):
+        return []
     paths = dict(_paths(roots))
     heads, served = (
         {id(paths[s.path]) for s in swaps if s.op == op and s.path in paths}
         for op in (HEAD, FUSED_HEAD)
     )
-    if not heads:
-        return []
     from hfpatch.losses.taken import takers
 
     return [
