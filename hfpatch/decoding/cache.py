@@ -315,6 +315,7 @@ _CLASSES: dict[type, type] = {
 }
 
 
+_ARENAS = frozenset({ArenaLayer, ArenaWindowLayer})
 _PLAIN: dict[type, type] = {cls: getattr(cls, "_plain", cls) for cls in _CLASSES}
 
 
@@ -405,7 +406,10 @@ def held_arena(cache: Any) -> Arena | None:
         return None
     for index, layer in enumerate(layers):
         held = layer.__dict__
-        if held.get("arena") is not arena or held["index"] != index or "update" in held:
+        # the class: of a layer that an interrupt left on its way out the attributes may be there
+        if type(layer) not in _ARENAS or held["arena"] is not arena or held["index"] != index:
+            return None
+        if "update" in held:
             return None
     return arena
 
@@ -440,6 +444,14 @@ def _as_it_is(layer: Any) -> _AsItWas:
     for name in ("keys", "values", *_OF_AN_ARENA):
         held.pop(name, None)
     return _AsItWas(_PLAIN[type(layer)], held, layer.get_seq_length())
+
+
+def leave_arena(cache: Any) -> None:
+    """Make a cache's layers plain ones before a call of the original: one after the other, as it
+    updates them, an interrupt would leave some of them longer than others."""
+    for layer in cache.layers:
+        if type(layer) in _ARENAS:
+            layer.become_plain()
 
 
 def take_back(cache: Any, arena: Arena | None, kept: list[_AsItWas] | Arena | None = None) -> None:

@@ -446,6 +446,7 @@ class Decoder:
         if not proven:
             # what it wrote lies behind the cache's end, and the original takes the cache as it is
             ours = arena.behind(tokens)
+            caches.leave_arena(step.cache)
             with nothing_captured():
                 output = original(model, *args, **kwargs)
             self._judge(model, ours, logits, tokens, output)
