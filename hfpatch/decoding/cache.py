@@ -391,7 +391,7 @@ def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> s
 
 def _tensors_of(layer: Any) -> tuple[Tensor, Tensor]:
     """Its keys and values, where they lie."""
-    if type(layer) in (ArenaLayer, ArenaWindowLayer):
+    if type(layer) in _ARENAS:
         return layer.in_arena("keys"), layer.in_arena("values")
     return layer.keys, layer.values
 
@@ -481,7 +481,7 @@ def take_back(cache: Any, arena: Arena | None, kept: list[_AsItWas] | Arena | No
         arena.table.length -= 1
         length = arena.length
         for index, layer in enumerate(cache.layers):
-            if type(layer) in (ArenaLayer, ArenaWindowLayer):
+            if type(layer) in _ARENAS:
                 layer.become_plain()
             elif not layer.is_sliding or layer.get_seq_length() < layer.sliding_window:
                 layer.crop(-1)
@@ -494,7 +494,7 @@ def take_back(cache: Any, arena: Arena | None, kept: list[_AsItWas] | Arena | No
 
 def _shorten(layer: Any, length: int) -> None:
     """Leave the first `length` tokens to a layer that is no window, and make it a plain one."""
-    if isinstance(layer, ArenaLayer):
+    if type(layer) in _ARENAS:
         layer.become_plain()
     if (more := layer.get_seq_length() - length) > 0:
         layer.crop(-more)
@@ -531,7 +531,7 @@ def take(cache: Any, tokens: int, model: Model | None = None) -> Arena:
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
         first = length - _tensors_of(layer)[0].shape[2]
-        if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
+        if type(layer) in _ARENAS:
             old, place = layer.arena, layer.index
             layer.become_plain()
             old.next = new
