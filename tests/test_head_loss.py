@@ -14,6 +14,7 @@ import trainer
 import zoo
 from expect import assert_same_dicts, snapshot
 from support.nearness import Draw, assert_as_near, draw
+from support.pieces import small_pieces
 from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -50,19 +51,7 @@ def _kernels(kernels_module: object) -> None:
 @pytest.fixture
 def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small pieces, so that every size has several, and how many logits existed at a time."""
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(head_loss, "ROWS_BYTES", 4096)
-    monkeypatch.setattr(head_loss, "LEAST", 5)
-    sizes: list[int] = []
-    made = head_loss._logits
-
-    def counted(*args: Any) -> Tensor:
-        logits = made(*args)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(head_loss, "_logits", counted)
-    return sizes
+    return small_pieces(monkeypatch, 4096)
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

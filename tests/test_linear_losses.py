@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pieces import small_pieces
 from torch import Tensor
 
 from hfpatch import loss
@@ -22,19 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 @pytest.fixture(autouse=True)
 def largest(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small, odd pieces, and how many logits existed at a time."""
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(head_loss, "ROWS_BYTES", 4096)
-    monkeypatch.setattr(head_loss, "LEAST", 5)
-    sizes: list[int] = []
-    made = head_loss._logits
-
-    def counted(*args: Any) -> Tensor:
-        logits = made(*args)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(head_loss, "_logits", counted)
-    return sizes
+    return small_pieces(monkeypatch, 4096)
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

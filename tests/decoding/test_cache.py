@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -497,6 +498,37 @@ def test_a_cache_of_a_model_with_a_shorter_window_goes_on_in_another() -> None:
     torch.testing.assert_close(found[2], found[1], rtol=1e-3, atol=1e-3)
 
 
+def _interrupted(
+    begun: Callable[[], DynamicCache], act: Callable[[DynamicCache], object]
+) -> Iterator[DynamicCache]:
+    """A cache for each line of cache.py that `act` comes to, with a Ctrl-C before that line."""
+    left = stopped = 0
+    while left == stopped:  # the last round comes to no interrupt
+        left += 1
+        ours, lines = begun(), 0
+
+        def trace(frame: Any, event: str, _: Any, at: int = left) -> Any:
+            nonlocal lines, stopped
+            if not frame.f_code.co_filename.endswith("decoding/cache.py"):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                stopped += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            act(ours)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        yield ours
+    assert stopped > 10
+
+
 @pytest.mark.parametrize("phase", ["taken", "taken anew", "read", "updated"])
 @pytest.mark.parametrize("window", [False, True])
 def test_an_interrupt_at_any_line_leaves_a_cache_that_is_whole(window: bool, phase: str) -> None:
@@ -522,35 +554,12 @@ def test_an_interrupt_at_any_line_leaves_a_cache_that_is_whole(window: bool, pha
 
     plain = _plain(window)
     _update(plain, new)
-    left = stopped = 0
-    while left == stopped:  # the last round comes to no interrupt
-        left += 1
-        ours, lines = begun(), 0
-
-        def trace(frame: Any, event: str, _: Any, at: int = left) -> Any:
-            nonlocal lines, stopped
-            if not frame.f_code.co_filename.endswith("decoding/cache.py"):
-                return None
-            lines += event == "line"
-            if event == "line" and lines == at:
-                stopped += 1
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            act(ours)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+    for ours in _interrupted(begun, act):
         if phase != "updated":
             _check_same(plain, ours)
         else:
             for layer in ours.layers:
                 assert layer.keys.shape == layer.values.shape and layer.get_seq_length() in (9, 10)
-    assert stopped > 10
 
 
 @pytest.mark.parametrize("window", [False, True])
@@ -560,29 +569,8 @@ def test_an_interrupt_at_any_line_of_a_prompts_end_leaves_layers_that_are_whole(
     """Some may have the prompt already, as in the original; each goes on from what it has."""
     new, another = _new(2, 9, 0), _new(2, 1, 1)
     parts = (*(k for k, _ in new), *(v for _, v in new))
-    left = stopped = 0
-    while left == stopped:
-        left += 1
-        ours, lines = _plain(window), 0
-
-        def trace(frame: Any, event: str, _: Any, at: int = left) -> Any:
-            nonlocal lines, stopped
-            if not frame.f_code.co_filename.endswith("decoding/cache.py"):
-                return None
-            lines += event == "line"
-            if event == "line" and lines == at:
-                stopped += 1
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            caches.begin(ours, Kept(None, parts, 9))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+    kept = Kept(None, parts, 9)
+    for ours in _interrupted(lambda: _plain(window), lambda cache: caches.begin(cache, kept)):
         for layer, first, second in zip(ours.layers, new, another, strict=True):
             there = layer.get_seq_length()
             assert there in (0, 9)
@@ -591,4 +579,3 @@ def test_an_interrupt_at_any_line_of_a_prompts_end_leaves_layers_that_are_whole(
                 wanted = torch.cat((one, two), 2) if there else two
                 assert torch.equal(got, wanted[:, :, -got.shape[2] :])
                 assert got.shape[2] == wanted.shape[2] or layer.is_sliding
-    assert stopped > 10

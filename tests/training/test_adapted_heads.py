@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.nearness import assert_as_near, draw
+from support.pieces import small_pieces
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -27,19 +28,7 @@ LENGTHS = {"in the forward": 24, "in the backward": 7}
 def pieces(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small pieces, both ways of making gradients, and how many logits existed at a time."""
     monkeypatch.setattr(head_loss, "TIME_FIRST", frozenset())
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "ROWS_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "LEAST", 5)
-    sizes: list[int] = []
-    made = head_loss._logits
-
-    def counted(*args: Any) -> Tensor:
-        logits = made(*args)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(head_loss, "_logits", counted)
-    return sizes
+    return small_pieces(monkeypatch, 2048)
 
 
 def wrapped(

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from support.nearness import assert_as_near, draw
+from support.pieces import small_pieces
 from torch import Tensor
 
 import hfpatch
 from hfpatch.coverage.small_transformers import shrunk
-from hfpatch.losses import head_loss
 
 CLASSES = 97
 SEQ2SEQ: dict[str, Any] = {
@@ -194,19 +194,7 @@ def whole(model: Any) -> list[str]:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many logits existed at a time."""
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "ROWS_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "LEAST", 5)
-    sizes: list[int] = []
-    made = head_loss._logits
-
-    def counted(*args: Any) -> Tensor:
-        logits = made(*args)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(head_loss, "_logits", counted)
-    return sizes
+    return small_pieces(monkeypatch, 2048)
 
 
 @pytest.mark.parametrize("name", BUILD)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import trainer
 from support.nearness import assert_as_near, draw
+from support.pieces import small_pieces
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -26,7 +27,6 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import hfpatch
-from hfpatch.losses import head_loss
 from hfpatch.losses.deferred_logits import DeferredLogits
 
 CLASSES, WIDTH = 97, 32
@@ -35,19 +35,7 @@ CLASSES, WIDTH = 97, 32
 @pytest.fixture(autouse=True)
 def pieces(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small pieces, and how many logits existed at a time."""
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "ROWS_BYTES", 2048)
-    monkeypatch.setattr(head_loss, "LEAST", 5)
-    sizes: list[int] = []
-    made = head_loss._logits
-
-    def counted(*args: Any) -> Tensor:
-        logits = made(*args)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(head_loss, "_logits", counted)
-    return sizes
+    return small_pieces(monkeypatch, 2048)
 
 
 def built(kind: str = "llama", seed: int = 0) -> Any:
