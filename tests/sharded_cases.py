@@ -209,7 +209,7 @@ def models_own_loss(order: str, back: bool, rank: Rank) -> None:
     """FSDP2 hangs a hook on all that a model returns, the logits too, behind the model's loss.
 
     back: it gives the head's weight back behind the forward, where logits are still to be had."""
-    from hfpatch.losses.deferred_logits import DeferredLogits, _Head
+    from hfpatch.losses.deferred_tensor import DeferredLogits, _Head
 
     def shard(model: nn.Module, rank: Rank) -> None:
         for block in blocks_of(model):
