@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,15 +197,34 @@ def _compare(table: CacheTable, cache: Any, now: slice, ours: Tensor, theirs: Te
 def with_rounding(recipe: Recipe, analysis: Analysis) -> Recipe:
     """The recipe with where RoPE and the embedding's scale round: what explains more of the bits of
     the replica in bf16."""
+    with _in_half(analysis.replica):
+        return _rounding(recipe, analysis)
+
+
+@contextmanager
+def _in_half(replica: Any) -> Iterator[None]:
+    """The replica itself in bf16 meanwhile, which takes a tenth of the time of a copy."""
+    before = [(p, p.data) for p in replica.parameters()]
+    buffers = [(m._buffers, dict(m._buffers)) for m in replica.modules()]
+    try:
+        for parameter, data in before:
+            parameter.data = data.to(torch.bfloat16)
+        for own, values in buffers:  # frequencies and factors are fp32 in every model
+            for name, buffer in values.items():
+                if buffer is not None and buffer.is_floating_point():
+                    own[name] = buffer.to(torch.float32, copy=True)
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+        for own, values in buffers:
+            own.update(values)
+
+
+def _rounding(recipe: Recipe, analysis: Analysis) -> Recipe:
     from transformers import DynamicCache
 
-    half = copy.deepcopy(analysis.replica)
-    for p in half.parameters():
-        p.data = p.data.to(torch.bfloat16)
-    for module in half.modules():  # frequencies and factors are fp32 in every model
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.float()
+    half = analysis.replica
     cache = DynamicCache(config=half.config)
     with Recording(half) as run:
         half(input_ids=analysis.ids, use_cache=True, **{caches.NAME: cache})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.families import make, prompts
+from decoding.families import device, make, prompts
 
 import hfpatch
 from hfpatch.decoding import kept
@@ -24,6 +24,16 @@ ROOM = 6 << 20
 def resident() -> int:
     gc.collect()
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096
+
+
+def on_the_gpu() -> int:
+    """Bytes that PyTorch's allocator has given out, and keeps for graphs."""
+    gc.collect()
+    if device() == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def tensors() -> int:
@@ -53,9 +63,11 @@ def test_cycles_of_apply_generate_and_restore(cycles: int) -> None:
     grown: list[int] = []
     while len(grown) < 2 and not (grown and min(grown) <= ROOM // 2):
         memory, count, held = resident(), tensors(), len(kept.decoders)
+        given = on_the_gpu()
         for _ in range(cycles // 2):
             cycle()
         assert tensors() <= count and len(kept.decoders) <= held and model not in kept.decoders
+        assert on_the_gpu() <= given
         grown.append(resident() - memory)
     assert min(grown) <= ROOM // 2, grown
     assert vars(model).keys() == before.keys()
@@ -76,8 +88,10 @@ def test_many_tokens(tokens: int) -> None:
             assert out.shape[1] == inputs["input_ids"].shape[1] + each
 
     write(max(2, tokens // each // 10))
+    given = on_the_gpu()
     memory, count, steps = resident(), tensors(), kept.decoders[model].steps
     write(tokens // each)
     assert kept.decoders[model].steps - steps == tokens // each * (each - 1)
     assert tensors() == count
+    assert on_the_gpu() <= given
     assert resident() - memory <= ROOM
