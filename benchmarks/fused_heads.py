@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from hfpatch.losses import fused_heads
 
@@ -44,9 +45,10 @@ def once(way: str, given: tuple[Tensor, Tensor, Tensor], outputs: tuple[str, ...
     """Seconds of a forward and a backward."""
     hidden, weight, targets = given
     hidden.grad = weight.grad = None
+    settings = (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0)  # a trainer's own
     _wait()
     start = time.perf_counter()
-    found = WAYS[way](hidden, weight, None, targets, 1.0, 256, None, 1.0, outputs)
+    found = WAYS[way](hidden, weight, None, targets, *settings, outputs)
     loss = -found[0].float().mean()
     if "entropy" in outputs:
         loss = loss - 0.01 * found[1].float().mean()

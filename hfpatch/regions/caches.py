@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.regions import first_entries
 from hfpatch.regions.guard import inside
 
 Tensor = torch.Tensor
@@ -236,17 +237,18 @@ def stand_in(state: State, given: Sequence[Tensor], noted: Noted) -> Any:
 
 def update(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
     """New entries of a cache's layer, as the cache itself takes them."""
-    return cache.update(keys, values, number)
+    found = first_entries.taken(cache, keys, values, number)
+    return cache.update(keys, values, number) if found is None else found
 
 
 def update_self(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
     """The same of the self-attention of a decoder behind an encoder."""
-    return cache.self_attention_cache.update(keys, values, number)
+    return update(cache.self_attention_cache, keys, values, number)
 
 
 def update_cross(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
     """The same of its cross-attention, which is noted, since it is done once."""
-    found = cache.cross_attention_cache.update(keys, values, number)
+    found = update(cache.cross_attention_cache, keys, values, number)
     cache.is_updated[number] = True
     return found
 
