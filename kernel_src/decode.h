@@ -14,10 +14,18 @@
 
 namespace hfp {
 
+// What each head has of a norm of q or k.
+enum class OfHeads {
+  kTheSame,    // as all others; across the heads: its part of all
+  kRow,        // a row of weight and bias, [heads, dim]
+  kAddresses,  // a weight and a bias that lie where int64 [heads] say
+};
+
 struct DecodeNorm {
   int mode;  // 0: there is none
   const void *weight, *bias;  // null: none
   float eps, offset;
+  OfHeads heads;
 
   HFP_HOST_DEVICE bool present() const { return mode != 0; }
   HFP_HOST_DEVICE bool layer() const { return (mode & HFP_DECODE_NORM_LAYER) != 0; }

@@ -22,10 +22,18 @@ DecodeProduct product_of(const HfpTensorList &model, int64_t place) {
   return {data_of(w), data_of(model.tensors[place + 1]), w->shape[0], in, stride, bytes};
 }
 
+OfHeads of_heads(const DLTensor *t) {
+  if (t && t->dtype.code == kDLInt && t->dtype.bits == 64 && t->dtype.lanes == 1) {
+    return OfHeads::kAddresses;
+  }
+  return t && t->ndim == 2 ? OfHeads::kRow : OfHeads::kTheSame;
+}
+
 DecodeNorm norm_of(const HfpTensorList &model, int64_t place, int64_t mode, const float *numbers) {
   if (mode == 0) return {};
-  return {static_cast<int>(mode), data_of(model.tensors[place]), data_of(model.tensors[place + 1]),
-          numbers[kEps], numbers[kOffset]};
+  const DLTensor *weight = model.tensors[place], *bias = model.tensors[place + 1];
+  return {static_cast<int>(mode), data_of(weight), data_of(bias), numbers[kEps], numbers[kOffset],
+          of_heads(weight ? weight : bias)};
 }
 
 int64_t more(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -158,16 +166,60 @@ bool DecodeModelReader::choice(int64_t layer, const char *name, int64_t value, i
                      static_cast<long long>(value));
 }
 
+bool DecodeModelReader::addresses(int64_t layer, const char *part, const char *leaf,
+                                  const DLTensor *raw, int64_t heads) {
+  const bool here = raw->device.device_type == device_.device_type &&
+                    (device_.device_type == kDLCPU || raw->device.device_id == device_.device_id);
+  const bool plain = raw->ndim == 1 && raw->shape && raw->shape[0] == heads && raw->data &&
+                     (!raw->strides || heads == 1 || raw->strides[0] == 1) &&
+                     reinterpret_cast<uint64_t>(data_of(raw)) % sizeof(int64_t) == 0;
+  if (!here || !plain) {
+    return check_.fail("`%s` must be a contiguous tensor of %lld addresses, int64 on the device of"
+                       " `embedding`, got shape %s on %s; make it so",
+                       DecodeName(layer, part, leaf).text, static_cast<long long>(heads),
+                       raw->ndim > 0 && raw->shape ? ShapeText(*raw).text : "[]",
+                       device_name(raw->device.device_type));
+  }
+  if (device_.device_type != kDLCPU) return true;
+  const uint64_t *each = static_cast<const uint64_t *>(data_of(raw));
+  for (int64_t h = 0; h < heads; ++h) {
+    if (each[h] != 0 && each[h] % static_cast<uint64_t>(size_of(args_->type)) == 0) continue;
+    return check_.fail("`%s` must hold the aligned address of head %lld's, got %llu",
+                       DecodeName(layer, part, leaf).text, static_cast<long long>(h),
+                       static_cast<unsigned long long>(each[h]));
+  }
+  return true;
+}
+
+bool DecodeModelReader::norm_tensor(int64_t layer, const char *part, const char *leaf,
+                                    const DLTensor *raw, int64_t width, int64_t heads, OfHeads of) {
+  if (!raw) return true;
+  if (heads > 0 && of_heads(raw) != of) {
+    return check_.fail("`%s` must be one for all heads, a row for each, or addresses, as"
+                       " `weight` is; make both alike",
+                       DecodeName(layer, part, leaf).text);
+  }
+  if (heads > 0 && of == OfHeads::kAddresses) return addresses(layer, part, leaf, raw, heads);
+  if (heads == 0 || of == OfHeads::kTheSame) return tensor(layer, part, leaf, raw, 1, width, 0);
+  if (!tensor(layer, part, leaf, raw, 2, heads, width)) return false;
+  if (!raw->strides || heads == 1 || raw->strides[0] == width) return true;
+  return check_.fail("`%s` must be contiguous, got rows %lld elements apart; copy it",
+                     DecodeName(layer, part, leaf).text, static_cast<long long>(raw->strides[0]));
+}
+
 bool DecodeModelReader::norm(int64_t layer, const char *part, int64_t mode, int64_t place,
-                             int64_t width, const float *numbers) {
+                             int64_t width, const float *numbers, int64_t heads) {
   if (mode == 0) return true;
   const int64_t kind = mode & ~static_cast<int64_t>(HFP_DECODE_NORM_ROUNDED);
   if (kind != HFP_DECODE_NORM_RMS && kind != HFP_DECODE_NORM_LAYER) {
     return check_.fail("`%s` must have a mode of 0, 1, 2, 5 or 6, got %lld",
                        DecodeName(layer, part, "").text, static_cast<long long>(mode));
   }
-  if (at(place) && !tensor(layer, part, "weight", at(place), 1, width, 0)) return false;
-  if (at(place + 1) && !tensor(layer, part, "bias", at(place + 1), 1, width, 0)) return false;
+  const OfHeads of = of_heads(at(place) ? at(place) : at(place + 1));
+  if (!norm_tensor(layer, part, "weight", at(place), width, heads, of) ||
+      !norm_tensor(layer, part, "bias", at(place + 1), width, heads, of)) {
+    return false;
+  }
   return number(layer, part, numbers[kEps], 0) && number(layer, part, numbers[kOffset], -INFINITY);
 }
 
@@ -241,14 +293,16 @@ bool DecodeModelReader::layer(int64_t i, DecodeSizes *sizes) {
                        static_cast<long long>(i),
                        static_cast<long long>(at(kDecodeRopes + p[kRope])->shape[0]));
   }
-  const int64_t q_normed = p[kAcross] ? heads * dim : dim;
-  const int64_t k_normed = p[kAcross] ? key_heads * dim : dim;
+  const bool across = p[kAcross] != 0;
+  const int64_t q_normed = across ? heads * dim : dim, k_normed = across ? key_heads * dim : dim;
   ok = norm(i, "before_attention", p[kModes], place + kBeforeAttention, x, n) &&
        norm(i, "after_attention", p[kModes + 1], place + kAfterAttention, x, n + 2) &&
        norm(i, "before_mlp", p[kModes + 2], place + kBeforeMlp, x, n + 4) &&
        norm(i, "after_mlp", p[kModes + 3], place + kAfterMlp, x, n + 6) &&
-       norm(i, "attention.q_norm", p[kModes + 4], place + kQNorm, q_normed, n + 8) &&
-       norm(i, "attention.k_norm", p[kModes + 5], place + kKNorm, k_normed, n + 10) &&
+       norm(i, "attention.q_norm", p[kModes + 4], place + kQNorm, q_normed, n + 8,
+            across ? 0 : heads) &&
+       norm(i, "attention.k_norm", p[kModes + 5], place + kKNorm, k_normed, n + 10,
+            across ? 0 : key_heads) &&
        product(i, "attention.q", place + kQ, heads * dim, x) &&
        product(i, "attention.k", place + kK, key_heads * dim, x) &&
        product(i, "attention.v", place + kV, key_heads * dim, x) &&

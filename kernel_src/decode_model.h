@@ -58,8 +58,15 @@ class DecodeModelReader {
   // A tensor of `ndim` dimensions; a size of -1 may be anything.
   bool tensor(int64_t layer, const char *part, const char *leaf, const DLTensor *raw, int ndim,
               int64_t first, int64_t last, bool fp32 = false);
+  // A norm of rows; with `heads` above 0 of q's or k's heads, each of which may have its own.
   bool norm(int64_t layer, const char *part, int64_t mode, int64_t place, int64_t width,
-            const float *numbers);
+            const float *numbers, int64_t heads = 0);
+  // A norm's weight or bias.
+  bool norm_tensor(int64_t layer, const char *part, const char *leaf, const DLTensor *raw,
+                   int64_t width, int64_t heads, OfHeads of);
+  // int64 [heads] of addresses, which only a CPU can look at.
+  bool addresses(int64_t layer, const char *part, const char *leaf, const DLTensor *raw,
+                 int64_t heads);
   bool product(int64_t layer, const char *part, int64_t place, int64_t out, int64_t in);
   // A weight of 8-bit integers.
   bool byte_rows(int64_t layer, const char *part, const DLTensor *w, int64_t out, int64_t in);

@@ -655,8 +655,12 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  *            are, the layer's result is what the hidden state is behind attention
  * A norm's mode is 0 where there is none, else HFP_DECODE_NORM_RMS or _LAYER, plus
  * HFP_DECODE_NORM_ROUNDED where the normalized value is rounded before it is multiplied with
- * weight + offset. All weights have one dtype; in a half type every result that the layers' own code
- * would store is rounded to it, attention's once. What layers, ropes and norms compute is said in
+ * weight + offset. Its weight and bias are [n]. Of q's and k's norm, unless it goes over all heads at
+ * once, each head may have its own: [heads, head_dim], contiguous, or int64 [heads] on the device, the
+ * addresses of [head_dim] in the weights' dtype, which cannot be checked: they must be right, and no
+ * result may lie there. Weight and bias are both given in the same form.
+ * All weights have one dtype; in a half type every result that the layers' own code would store is
+ * rounded to it, attention's once. What layers, ropes and norms compute is said in
  * hfpatch/decoding/spec.py, field by field.
  *
  * cache: int64 [1 + 3 layers] on the device: how many keys there are, L; of each layer the addresses of

@@ -90,7 +90,38 @@ class Analysis:
             rule = norm_of(path, module, x, y)
             if rule is not None:
                 found[path] = rule
+        for path, module in self.modules.items():
+            if path in self.run.inputs and (rule := self._norm_of_heads(path, module, found)):
+                for index in range(len(self.modules[rule.path]._modules)):
+                    del found[f"{rule.path}.{index}"]
+                found[path] = rule
         return found
+
+    def _norm_of_heads(
+        self, path: str, module: nn.Module, norms: dict[str, NormRule]
+    ) -> NormRule | None:
+        """What a module is that holds nothing but a list with a norm for each head."""
+        x, y = self.run.inputs[path], self.run.outputs[path]
+        lists = [(n, m) for n, m in module._modules.items() if isinstance(m, nn.ModuleList)]
+        if len(module._modules) != 1 or not lists or module._parameters or x.dim() != 4:
+            return None
+        ((name, each),) = lists
+        inside = f"{path}.{name}"
+        rules = {
+            None if (rule := norms.get(f"{inside}.{i}")) is None else replace(rule, path=inside)
+            for i in range(len(each))
+        }
+        if len(rules) != 1 or (rule := rules.pop()) is None or self.run.calls[path] != 1:
+            return None
+        found = replace(rule, heads="list")
+        norm = found.read(self.replica)
+        for axis in (1, 2):  # of the heads
+            if x.shape != y.shape or x.shape[axis] != len(each):
+                continue
+            x_at, y_at = x.movedim(axis, 2), y.movedim(axis, 2)
+            if same(reference.normed(x_at, norm), y_at):
+                return found
+        return None
 
     def _rope_candidates(self) -> list[RopeRule]:
         found = []
@@ -529,9 +560,12 @@ def _mlp_forms(first: list[str], down: str) -> Iterator[MlpRule]:
 
 
 def norm_of(path: str, module: nn.Module, x: Tensor, y: Tensor) -> NormRule | None:
-    """The formula that makes `y` of `x` with the module's parameters; None if there is none."""
+    """The formula that makes `y` of `x` with the module's parameters; None if there is none. Where
+    these are `[heads, n]`, of `x` [rows, tokens, heads, n]."""
     params = {n: p for n, p in module._parameters.items() if p is not None}
-    if any(p.shape != x.shape[-1:] for p in params.values()) or len(params) > 2:
+    shapes = {p.shape for p in params.values()}
+    by_head = x.dim() == 4 and shapes == {x.shape[-2:]}
+    if (shapes - {x.shape[-1:]} and not by_head) or len(params) > 2:
         return None
     bias = next((n for n in params if n in ("bias", "beta")), None)
     weight = next((n for n in params if n != bias), None)
@@ -551,17 +585,18 @@ def norm_of(path: str, module: nn.Module, x: Tensor, y: Tensor) -> NormRule | No
                     offset,
                 )
                 if same(reference.normed(x, norm), y):
-                    rounded = _rounds(module, norm, x.shape[-1])
-                    return NormRule(path, kind, weight, bias, offset, eps, rounded)
+                    rounded = _rounds(module, norm, x.shape[-2 if by_head else -1 :])
+                    heads = "rows" if by_head else None
+                    return NormRule(path, kind, weight, bias, offset, eps, rounded, heads)
     return None
 
 
-def _rounds(module: nn.Module, norm: spec.Norm, width: int) -> bool:
-    """Whether the module rounds what it normalizes before it multiplies with the weight: which of
-    the two explains more of its bits in bf16."""
+def _rounds(module: nn.Module, norm: spec.Norm, shape: torch.Size) -> bool:
+    """Whether the module rounds what it normalizes, rows of `shape`, before it multiplies with the
+    weight: which of the two explains more of its bits in bf16."""
     half = copy.deepcopy(module).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(64, width, generator=generator).to(torch.bfloat16)
+    x = torch.randn(64, *shape, generator=generator).to(torch.bfloat16)
     with torch.no_grad():
         y = half(x)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hfpatch.capi.signatures import CONSTANTS
@@ -64,6 +66,8 @@ class Arguments:
             *_norm_numbers(model.final_norm),
         ]
         self.weights: list[Tensor | None] = [model.embedding]
+        self._behind: list[Tensor] = []  # tensors that are given by their addresses
+        self._tables = _tables(model)
         self._product(model.head)
         self._norm(model.final_norm)
         for i, rope in enumerate(model.ropes):
@@ -84,13 +88,36 @@ class Arguments:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where the model's tensors lie."""
-        return tuple(t.data_ptr() for t in self.weights if t is not None)
+        return tuple(t.data_ptr() for t in (*self.weights, *self._behind) if t is not None)
 
     def _product(self, product: Product | None) -> None:
         self.weights += [None, None] if product is None else [product.weight, product.bias]
 
     def _norm(self, norm: Norm | None) -> None:
         self.weights += [None, None] if norm is None else [norm.weight, norm.bias]
+
+    def _of_heads(
+        self, name: str, whole: Tensor | None, each: tuple[Tensor, ...], shape: tuple[int, int]
+    ) -> Tensor | None:
+        """A weight or bias of q's or k's norm; of tensors that heads have of their own, the
+        addresses."""
+        if not each:
+            return whole
+        heads, dim = shape
+        if len(each) != heads:
+            raise Unsupported(f"`{name}`: {len(each)} tensors, expected one for each of {heads}")
+        like = self.weights[0]
+        assert like is not None
+        for i, t in enumerate(each):
+            # what C cannot see
+            found = tuple(t.shape), t.dtype, t.device
+            if found != ((dim,), like.dtype, like.device) or not t.is_contiguous():
+                raise Unsupported(
+                    f"`{name}[{i}]`: {t.dtype} of shape {list(t.shape)} on {t.device}, expected "
+                    f"contiguous {like.dtype} of shape [{dim}] on {like.device}"
+                )
+        self._behind += each
+        return next(self._tables)
 
     def _layer(self, name: str, layer: Layer, ropes: int) -> None:
         a, mlp = layer.attention, layer.mlp
@@ -118,17 +145,39 @@ class Arguments:
             ("attention.q_norm", a.q_norm),
             ("attention.k_norm", a.k_norm),
         )
+        heads = {"attention.q_norm": a.heads, "attention.k_norm": a.key_heads}
         self._plan += [_mode(f"{name}.{part}", norm) for part, norm in norms]
         self._plan += _attention_plan(a)
         self._plan += [activation, layer.parallel]
-        for _, norm in norms:
+        for part, norm in norms:
             self._numbers += _norm_numbers(norm)
-            self._norm(norm)
+            if norm is None or not norm.by_head:
+                self._norm(norm)
+                continue
+            if part not in heads:
+                raise Unsupported(f"`{name}.{part}`: weights of heads, expected one for all of x")
+            shape = (heads[part], a.head_dim)
+            for which, whole, each in (
+                ("weight", norm.weight, norm.weights),
+                ("bias", norm.bias, norm.biases),
+            ):
+                self.weights.append(self._of_heads(f"{name}.{part}.{which}", whole, each, shape))
         self._numbers += [a.scale, a.softcap or 0.0, a.clip or 0.0, layer.residual_multiplier]
         second = (None, None, None) if mlp is None else (mlp.gate, mlp.up, mlp.down)
         for product in (a.q, a.k, a.v, a.o, *second):
             self._product(product)
         self.weights.append(a.sinks)
+
+
+def _tables(model: Model) -> Iterator[Tensor]:
+    """For each list of tensors that heads have of their own: where these lie, int64 [heads]."""
+    norms = [n for layer in model.layers for n in (layer.attention.q_norm, layer.attention.k_norm)]
+    lists = [each for n in norms if n is not None for each in (n.weights, n.biases) if each]
+    if not lists:
+        return iter(())
+    addresses = [t.data_ptr() for each in lists for t in each]
+    whole = torch.tensor(addresses, dtype=torch.int64, device=model.device)  # one copy to a GPU
+    return iter(torch.split(whole, [len(each) for each in lists]))
 
 
 def _attention_plan(a: Attention) -> list[int]:

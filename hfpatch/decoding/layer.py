@@ -78,7 +78,8 @@ def describe(model: nn.Module, planned: bool = False) -> Described:
         check_attention(model)
         check_cache()
         with classes_read_once():  # anew: the proof has run their code
-            check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
+            recipe = proven.recipe
+            check_likeness(model, proven.replica, proven.live, recipe.opaque, planned, recipe.lists)
         limit = rope_limit(text_config(model.config))
         return Described(proven.recipe.read(model), proven.proof, limit)
 

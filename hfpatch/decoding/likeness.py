@@ -47,10 +47,12 @@ def check_likeness(
     read: frozenset[tuple[str, str]],
     opaque: tuple[str, ...] = (),
     planned: bool = False,
+    lists: frozenset[str] = frozenset(),
 ) -> None:
     """Args:
         read: (path, attribute) of the numbers that are read off the model itself.
         opaque: paths of modules that are called as they are.
+        lists: paths of lists of modules that are all alike, one for each head.
         planned: whether weights on the meta device are taken for ones that will be loaded.
 
     Raises:
@@ -61,6 +63,12 @@ def check_likeness(
     except NoReplica as e:
         raise Unexplained(str(e)) from e
     called = tuple(f"{path}." for path in opaque)
+
+    def small_path(path: str) -> str:
+        """Where on the replica, which has another number of heads, the like of a module is."""
+        parent = path.rpartition(".")[0]
+        return f"{parent}.0" if parent in lists else path
+
     configs = text_config(model.config), text_config(replica.config)
     ours, theirs = (
         {
@@ -72,10 +80,13 @@ def check_likeness(
     )
     for path in dict.fromkeys((*theirs, *ours)):
         where = f"`{path}`" if path else "the model"
-        if path not in theirs or path not in ours:
+        like = small_path(path)
+        if path not in ours and like != path:
+            continue
+        if like not in theirs or path not in ours:
             which = "a further" if path in ours else "no"
             raise Unexplained(f"it has {which} module `{path}`")
-        mine, small = ours[path], theirs[path]
+        mine, small = ours[path], theirs[like]
         if class_of(mine) is not type(small):
             own, expected = class_of(mine), type(small)
             names = [c.__name__ for c in (own, expected)]

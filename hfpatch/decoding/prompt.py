@@ -213,14 +213,14 @@ class PromptEngine:
             )
             return y
         rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
-        if norm.kind == "layer" and not rounded and not norm.offset:
+        if norm.kind == "layer" and not rounded and not norm.offset and not norm.by_head:
             return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
         return reference.normed(x, norm)
 
     def _cast(self, norm: Norm, x: Tensor) -> str | None:
         """How an RMS norm's kernel rounds; None: it has no kernel."""
         rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
-        if norm.kind != "rms" or (rounded and norm.offset):
+        if norm.kind != "rms" or norm.by_head or (rounded and norm.offset):
             return None
         return "input" if rounded else "none"
 
@@ -292,7 +292,7 @@ class PromptEngine:
     def _shared_form(self, norms: tuple[Norm | None, Norm | None], x: Tensor) -> Any:
         """The parameters of two norms that one kernel computes, or None."""
         q, k = norms
-        if q is None or k is None or q.bias is not None or k.bias is not None:
+        if q is None or k is None or q.bias is not None or k.bias is not None or k.by_head:
             return None
         if (q.kind, q.eps, q.offset, q.rounded) != (k.kind, k.eps, k.offset, k.rounded):
             return None

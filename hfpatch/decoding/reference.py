@@ -20,7 +20,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
-    """`x` [..., n] normed over its last dimension, in its dtype."""
+    """`x` [..., n] normed over its last dimension, in its dtype; [..., heads, n] where heads have
+    weights of their own."""
     if norm is None:
         return x
     wide = _wide(x.dtype)
@@ -30,10 +31,12 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps)
     if norm.rounded:
         y = y.to(x.dtype).to(wide)
-    if norm.weight is not None:
-        y = y * (norm.weight.to(wide) + norm.offset)
-    if norm.bias is not None:
-        y = y + norm.bias.to(wide)
+    weight = torch.stack(norm.weights) if norm.weights else norm.weight
+    bias = torch.stack(norm.biases) if norm.biases else norm.bias
+    if weight is not None:
+        y = y * (weight.to(wide) + norm.offset)
+    if bias is not None:
+        y = y + bias.to(wide)
     return y.to(x.dtype)
 
 
@@ -71,25 +74,27 @@ def queries_keys_values(
     attention's input `x` [rows, tokens, hidden]: k and v are what the cache gets."""
     a = attention
 
-    def heads(y: Tensor, count: int) -> Tensor:
-        return y.reshape(*y.shape[:-1], count, a.head_dim).transpose(1, 2)
+    def split(y: Tensor, count: int) -> Tensor:
+        return y.reshape(*y.shape[:-1], count, a.head_dim)
+
+    def normed_heads(y: Tensor, norm: Norm | None) -> Tensor:
+        """y: [rows, tokens, heads, head_dim]."""
+        if a.norm_across and norm is not None:
+            return split(normed(y.flatten(2), norm), y.shape[2])
+        return normed(y, norm)
 
     def q_or_k(p: Product, norm: Norm | None, count: int) -> Tensor:
         y = product(x, p)
         if a.clip is not None:
             y = y.clamp(-a.clip, a.clip)
-        if a.norm_across and not a.norm_after_rope:
-            y = normed(y, norm)
-        y = heads(y, count)
-        if not a.norm_across and not a.norm_after_rope:
-            y = normed(y, norm)
+        y = split(y, count)
+        if not a.norm_after_rope:
+            y = normed_heads(y, norm)
+        y = y.transpose(1, 2)
         if a.rope is not None:
             y = _rotated(y, ropes[a.rope], positions)
-        if a.norm_after_rope and norm is not None:
-            if a.norm_across:
-                y = heads(normed(y.transpose(1, 2).flatten(2), norm), count)
-            else:
-                y = normed(y, norm)
+        if a.norm_after_rope:
+            y = normed_heads(y.transpose(1, 2), norm).transpose(1, 2)
         return y
 
     v = product(x, a.v)
@@ -98,7 +103,7 @@ def queries_keys_values(
     return (
         q_or_k(a.q, a.q_norm, a.heads),
         q_or_k(a.k, a.k_norm, a.key_heads),
-        heads(v, a.key_heads),
+        split(v, a.key_heads).transpose(1, 2),
     )
 
 

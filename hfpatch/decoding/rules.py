@@ -186,7 +186,11 @@ def _rows(part: str, rows: int, sizes: tuple[int, int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NormRule:
-    """A norm's module and formula; `eps` is an attribute's name or the number itself."""
+    """A norm's module and formula; `eps` is an attribute's name or the number itself.
+
+    heads: "rows" where weight and bias have a row for each head; "list" where `path` is that of a
+    `ModuleList` with a norm for each head.
+    """
 
     path: str
     kind: str
@@ -195,15 +199,22 @@ class NormRule:
     offset: float
     eps: str | float
     rounded: bool
+    heads: str | None = None
 
     def read(self, model: nn.Module) -> spec.Norm:
-        """The live weight and bias."""
-        module = model.get_submodule(self.path)
-        weight, bias = (
-            None if n is None else module._parameters[n] for n in (self.weight, self.bias)
+        """The live weights and biases."""
+        module: Any = model.get_submodule(self.path)
+        modules = list(module) if self.heads == "list" else [module]
+        weights, biases = (
+            () if name is None else tuple(m._parameters[name] for m in modules)
+            for name in (self.weight, self.bias)
         )
-        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        return spec.Norm(self.kind, weight, bias, float(eps), self.offset, self.rounded)
+        eps = getattr(modules[0], self.eps) if isinstance(self.eps, str) else self.eps
+        form = (float(eps), self.offset, self.rounded)
+        if self.heads == "list":
+            return spec.Norm(self.kind, None, None, *form, weights, biases)
+        (weight,), (bias,) = weights or (None,), biases or (None,)
+        return spec.Norm(self.kind, weight, bias, *form)
 
 
 @dataclass(frozen=True)
@@ -377,6 +388,12 @@ class Recipe:
     def opaque(self) -> tuple[str, ...]:
         """The paths of the modules that are called as they are."""
         return tuple(r.mlp.path for r in self.layers if isinstance(r.mlp, OpaqueRule))
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """The paths of lists with a norm for each head."""
+        norms = (n for r in self.layers for n in (r.attention.q_norm, r.attention.k_norm))
+        return frozenset(n.path for n in norms if n is not None and n.heads == "list")
 
     def read(self, model: nn.Module) -> spec.Model:
         """The description, with the model's live tensors.

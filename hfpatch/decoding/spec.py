@@ -23,6 +23,9 @@ class Norm:
 
     kind: "rms" (x / sqrt(mean(x^2) + eps)) or "layer" (mean subtracted first, torch's LayerNorm).
     rounded: whether normalize(x) is rounded to x's dtype before it is multiplied with the weight.
+    weight, bias: [n]; of queries or keys also [heads, n], a row for each head.
+    weights, biases: of queries or keys, in the place of weight and bias: [n] of each head, where
+    each has tensors of its own.
     """
 
     kind: str
@@ -31,6 +34,14 @@ class Norm:
     eps: float = 1e-6
     offset: float = 0.0
     rounded: bool = True
+    weights: tuple[Tensor, ...] = ()
+    biases: tuple[Tensor, ...] = ()
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads have weights or biases of their own."""
+        rows = any(t is not None and t.dim() == 2 for t in (self.weight, self.bias))
+        return rows or bool(self.weights or self.biases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +76,8 @@ class Rope:
 class Attention:
     """Self-attention with a cache. `heads` queries share `key_heads` keys.
 
-    q_norm, k_norm: per head (weight [head_dim]), or over all heads at once where `norm_across`.
+    q_norm, k_norm: per head (weight [head_dim], or each head's own, see `Norm`), or over all heads
+    at once where `norm_across`.
     norm_after_rope: the norm comes behind the rotation. rope: index into `Model.ropes`; None: none.
     scale: of the scores. softcap: scores become softcap * tanh(scores / softcap). window: keys that
     a query sees, itself among them. sinks: [heads], one more score of each head's softmax, or None.

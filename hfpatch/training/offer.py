@@ -114,6 +114,9 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         raise Unexplained(
             "the second half of a layer is no MLP of a known form, such as a mixture of experts"
         )
+    norms = (n for r in recipe.layers for n in (r.attention.q_norm, r.attention.k_norm))
+    if any(n is not None and n.heads is not None for n in norms):
+        raise Unexplained("the norms of its queries and keys have weights for each head")
     opaque = frozenset(
         part.path
         for rule in recipe.layers

@@ -120,10 +120,11 @@ HFP_INLINE float soften(const DecodeLayer &layer, float *scores, int64_t key, in
 
 // q's or k's norm and rotation, of the head at column `from` of its row, to `to`.
 template <DType T>
-HFP_INLINE void prepare_head(const DecodeArgs &args, const DecodeLayer &layer, const DecodeNorm &norm,
+HFP_INLINE void prepare_head(const DecodeArgs &args, const DecodeLayer &layer, const DecodeNorm &of_all,
                              const float *row, int64_t width, int64_t from, const float *tables,
                              int64_t query, float *to) {
   const int64_t dim = layer.dim;
+  const DecodeNorm norm = norm_of_head<T>(of_all, from / dim, dim);
   __builtin_memcpy(to, row + from, static_cast<std::size_t>(dim) * sizeof(float));
   const int64_t column = layer.norm_across ? from : 0;
   if (norm.present() && !layer.norm_after_rope) {

@@ -51,6 +51,20 @@ static void norm_row(const DecodeNorm &norm, const Moments &by, const float *x, 
   }
 }
 
+// A norm of q or k as that of one head, of `dim` columns.
+template <DType T>
+HFP_INLINE DecodeNorm norm_of_head(DecodeNorm norm, int64_t head, int64_t dim) {
+  const auto of_head = [&](const void *all) -> const void * {
+    if (!all || norm.heads == OfHeads::kTheSame) return all;
+    if (norm.heads == OfHeads::kRow) {
+      return static_cast<const char *>(all) + head * dim * size_of(T);
+    }
+    return reinterpret_cast<const void *>(static_cast<const uintptr_t *>(all)[head]);
+  };
+  norm.weight = of_head(norm.weight), norm.bias = of_head(norm.bias);
+  return norm;
+}
+
 template <DType T>
 static void norm_rows(const DecodeNorm &norm, const float *x, float *y, int64_t rows,
                       int64_t columns) {

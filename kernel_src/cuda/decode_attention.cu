@@ -8,9 +8,11 @@ namespace {
 constexpr int kLeastShared = 96 << 10;  // what the largest kernel needs
 
 // What nearly every model asks for: one token a row, a head's elements all turned by halves, no more than a scale
-// between a product and its weight.
+// between a product and its weight, which all heads share.
 bool is_usual(const Attention &a, int dim) {
-  const auto plain = [](const DecodeNorm &norm) { return !norm.layer() && norm.bias == nullptr; };
+  const auto plain = [](const DecodeNorm &norm) {
+    return !norm.layer() && norm.bias == nullptr && norm.heads == OfHeads::kTheSame;
+  };
   return a.tokens == 1 && a.blocks == 1 && a.dim == dim && a.table != nullptr && 2 * a.half == dim && !a.interleaved &&
          !a.across && !a.after_rope && a.mask == nullptr && a.sinks == nullptr && a.softcap == 0.0f &&
          a.window == 0 && plain(a.q_norm) && plain(a.k_norm);

@@ -105,7 +105,10 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   T *const values = reinterpret_cast<T *>(__ldcg(entry + 1)) + memory_of_head;
   HeadNorm<T, kDim> q_norm, k_norm;
   if (kUsual || !a.across) {
-    q_norm.template load<kUsual>(a.q_norm, 0, dim, lane), k_norm.template load<kUsual>(a.k_norm, 0, dim, lane);
+    // Where heads have their own: that of the first query which this warp prepares.
+    const int head = kUsual ? 0 : key_head * heads + (first_query + warp) % heads;
+    q_norm.template load_head<kUsual>(a.q_norm, head, dim, lane);
+    k_norm.template load_head<kUsual>(a.k_norm, key_head, dim, lane);
   }
   const int first = window > 0 && length + 1 > window ? static_cast<int>(length + 1 - window) : 0;
   // Blocks of kPart keys are dealt out to the parts in turn: the same for every batch, so that a
@@ -222,7 +225,9 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
     HeadNorm<T, kDim> norm = q_norm;
     if (of_key) norm = k_norm;
     const T *const from = (of_key ? new_keys : qkv) + static_cast<int64_t>(t) * width;
-    prepare_head<T, kDim, kUsual>(a, of_key ? a.k_norm : a.q_norm, norm, from, (of_key ? a.key_heads : a.heads) * dim,
+    const bool held = kUsual || of_key || i == warp || a.q_norm.heads == OfHeads::kTheSame;
+    prepare_head<T, kDim, kUsual>(a, of_key ? a.k_norm : a.q_norm, norm, held, from,
+                          (of_key ? a.key_heads : a.heads) * dim,
                           (of_key ? key_head : key_head * heads + q - t * heads) * dim, table_of(t),
                           of_key ? shared.k[t] : shared.q[i], shared.scratch[warp], lane);
   }

@@ -222,25 +222,40 @@ struct HeadNorm {
   static constexpr int kEach = (kDim + 31) / 32;
   float weight[kEach], bias[kEach];
 
-  // kUsual: without a bias.
+  // kUsual: without a bias, the same for all heads.
   template <bool kUsual = false>
   __device__ __forceinline__ void load(const DecodeNorm &norm, int from, int dim, int lane) {
     if (!norm.present()) return;
+    const void *all = norm.weight, *all_bias = norm.bias;
+    if (!kUsual && norm.heads == OfHeads::kAddresses) {
+      const auto own = [&](const void *addresses) -> const void * {
+        if (addresses == nullptr) return nullptr;
+        return reinterpret_cast<const void *>(__ldg(static_cast<const unsigned long long *>(addresses) + from / dim));
+      };
+      all = own(all), all_bias = own(all_bias), from = 0;
+    }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int d = min(lane + 32 * i, dim - 1);
-      weight[i] = norm.weight != nullptr ? parameter<T>(norm.weight, from + d) + norm.offset : 1.0f;
-      if constexpr (!kUsual) bias[i] = parameter<T>(norm.bias, from + d);
+      weight[i] = all != nullptr ? parameter<T>(all, from + d) + norm.offset : 1.0f;
+      if constexpr (!kUsual) bias[i] = parameter<T>(all_bias, from + d);
     }
+  }
+
+  // A head's own, or what all have; not of a norm across the heads.
+  template <bool kUsual = false>
+  __device__ __forceinline__ void load_head(const DecodeNorm &norm, int head, int dim, int lane) {
+    load<kUsual>(norm, kUsual || norm.heads == OfHeads::kTheSame ? 0 : head * dim, dim, lane);
   }
 };
 
 // A warp's head: norm and rotation of `row` + `column` to `to`; `scratch`: kDim floats of the warp's own. `row`:
-// all `width` elements of q or k, for a norm across its heads, whose parameters are loaded here.
+// all `width` elements of q or k, for a norm across its heads, whose parameters are loaded here. `held`: whether
+// `of_head` is of this head; else they are too.
 template <class T, int kDim, bool kUsual = false>
 __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNorm &norm,
-                                             const HeadNorm<T, kDim> &of_head, const T *row, int width, int column,
-                                             const float *table, T *to, float *scratch, int lane) {
+                                             const HeadNorm<T, kDim> &of_head, bool held, const T *row, int width,
+                                             int column, const float *table, T *to, float *scratch, int lane) {
   constexpr int kEach = (kDim + 31) / 32;
   const int dim = kUsual ? kDim : a.dim, half = kUsual ? kDim / 2 : a.half;
   const bool across = !kUsual && a.across, after_rope = !kUsual && a.after_rope;
@@ -263,8 +278,8 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
   const auto normalize = [&] {
     float mean = 0.0f, square = 0.0f;
     const int count = across ? width : dim;
+    if (across || (!kUsual && !held)) by.load(norm, column, dim, lane);
     if (across) {
-      by.load(norm, column, dim, lane);
       if (layer) {
         for (int d = lane; d < width; d += 32) mean += load_one(row + d);
         mean = warp_sum(mean) / static_cast<float>(width);

@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(32) decode_plain_prepare_kernel(const __grid_c
   const int index = key ? head - a.heads : head;
   const T *const heads = key ? row + a.heads * a.dim : row;
   HeadNorm<T, kPlainDim> of_head;
-  if (!a.across) of_head.load(key ? a.k_norm : a.q_norm, 0, a.dim, lane);
-  prepare_head<T, kPlainDim>(a, key ? a.k_norm : a.q_norm, of_head, heads, (key ? a.key_heads : a.heads) * a.dim,
+  if (!a.across) of_head.load_head(key ? a.k_norm : a.q_norm, index, a.dim, lane);
+  prepare_head<T, kPlainDim>(a, key ? a.k_norm : a.q_norm, of_head, true, heads, (key ? a.key_heads : a.heads) * a.dim,
                              index * a.dim, table, done, scratch, lane);
   __syncwarp();
   if (!key) {

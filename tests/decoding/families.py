@@ -121,9 +121,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie4_5", {"head_dim": 32}),
     "helium": ("Helium", {"head_dim": 32}),
     "cohere": ("Cohere", {}),
+    "cohere-head-norms": ("Cohere", {"use_qk_norm": True}),
     "cohere2": ("Cohere2", {"sliding_window": 12}),
     "stablelm": ("StableLm", {}),
     "stablelm-parallel": ("StableLm", {"use_parallel_residual": True}),
+    "stablelm-head-norms": (
+        "StableLm",
+        # 8 heads: a list of norms longer than that of the replica; one key head: a shorter one
+        {"qk_layernorm": True, "num_attention_heads": 8, "num_key_value_heads": 1},
+    ),
+    "stablelm-parallel-head-norms": (
+        "StableLm",
+        {"qk_layernorm": True, "use_parallel_residual": True},
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "nemotron": ("Nemotron", {}),
     "exaone4": ("Exaone4", {"sliding_window": 12}),
@@ -160,7 +170,6 @@ HALVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Families that no description explains: the class, its configuration, and what names the stage.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "stablelm-head-norms": ("StableLm", {"qk_layernorm": True}, "attention"),
     "falcon-alibi": ("Falcon", {"alibi": True}, "attention|examined"),
     "gpt-neox": ("GPTNeoX", {}, "attention"),
     "mamba": ("Mamba", {}, "attention"),

@@ -17,7 +17,7 @@ from support.engines import arguments, check, padded, pass_held_to
 from hfpatch.decoding import reference
 from hfpatch.decoding.engine import Call, Engine, Table, unsupported
 from hfpatch.decoding.halves import HalvesEngine
-from hfpatch.decoding.spec import CacheTable, Mlp, Model, Norm, Opaque, Product
+from hfpatch.decoding.spec import CacheTable, Layer, Mlp, Model, Norm, Opaque, Product
 from hfpatch.errors import DecodingError
 
 Tensor = torch.Tensor
@@ -56,6 +56,11 @@ def test_random_decoders(kernels_module: ModuleType, dtype: torch.dtype, seed: i
         {"qk_norm": "head"},
         {"qk_norm": "across"},
         {"qk_norm": "after_rope"},
+        {"qk_norm": "head", "of_heads": "rows"},
+        {"qk_norm": "head", "of_heads": "list", "norm": "layer", "norm_bias": True},
+        {"qk_norm": "after_rope", "of_heads": "rows", "norm": "layer", "norm_bias": True},
+        {"qk_norm": "after_rope", "of_heads": "list", "offset": 1.0, "rounded": False},
+        {"qk_norm": "head", "of_heads": "list", "heads": 6, "key_heads": 1, "dim": 20},
         {"rope_dims": None},
         {"rope_dims": 6},
         {"interleaved": True, "rope_rounded": False},
@@ -457,6 +462,62 @@ def test_bad_models(kernels_module: ModuleType) -> None:
     assert unsupported(good, 2, "cuda", package=kernels_module) is not None
 
 
+def test_bad_norms_of_heads(kernels_module: ModuleType) -> None:
+    """q has 4 heads of 16; what Python sees, and what the C function does."""
+    good = decoder(Shape(), torch.float32)
+    layer, heads = good.layers[1], 4
+
+    def engine(layer: Layer) -> Engine:
+        return Engine(replace(good, layers=(good.layers[0], layer)), 2, package=kernels_module)
+
+    def with_norm(**parts: object) -> Layer:
+        norm = replace(Norm("layer", None), **parts)  # type: ignore[arg-type]
+        return replace(layer, attention=replace(layer.attention, q_norm=norm))
+
+    rows, own = torch.ones(heads, 16), tuple(torch.ones(heads, 16))
+    there = torch.tensor([t.data_ptr() for t in own])
+    for fitting in ({"weight": rows}, {"biases": own}, {"weight": there, "bias": there}):
+        engine(with_norm(**fitting))
+    cases: dict[str, dict[str, object]] = {
+        r"weight` must have shape \[4, 16\], got \[3, 16\]": {"weight": rows[:3]},
+        r"weight` must have shape \[4, 16\], got \[4, 15\]": {"weight": torch.ones(4, 15)},
+        r"weight` must be contiguous, got rows 32 ": {"weight": torch.ones(4, 32)[:, :16]},
+        r"bias` must have shape \[4, 16\]": {"weight": rows, "bias": torch.ones(4, 1)},
+        r"weight` must be float32": {"weight": rows.half()},
+        r"bias` must be one for all heads, a row for each": {"weight": rows, "bias": own[0]},
+        r"bias` must be one for all heads": {"weight": rows, "biases": own},
+        r"weight`: 3 tensors, expected one for each of 4": {"weights": own[:3]},
+        r"bias\[2\]`: .*\[15\] on cpu, expected.*\[16\]": {
+            "biases": (*own[:2], torch.ones(15), own[3])
+        },
+        r"weight\[0\]`: torch.float64.*expected contiguous torch.float32": {
+            "weights": tuple(t.double() for t in own)
+        },
+        r"weight\[1\]`: .*on meta": {"weights": (own[0], own[1].to("meta"), *own[2:])},
+        r"weight\[1\]`: .*contiguous": {"weights": (own[0], torch.ones(32)[::2], *own[2:])},
+        r"weight` must hold the aligned address of head 1's, got 0": {
+            "weight": there * torch.tensor([1, 0, 1, 1])
+        },
+        r"bias` must hold the aligned address of head 0's": {"bias": there + 2},
+        r"weight` must be a contiguous tensor of 4 addresses.*shape \[3\]": {"weight": there[:3]},
+        r"weight` must be a contiguous tensor of 4 addresses": {"weight": there.repeat(2)[::2]},
+        r"weight` must be a contiguous tensor of 4 addresses.*\[4, 1\]": {"weight": there[:, None]},
+    }
+    for message, parts in cases.items():
+        with pytest.raises(DecodingError, match=r"`layers\[1\].attention.q_norm." + message):
+            engine(with_norm(**parts))
+    across = with_norm(weight=rows)
+    across = replace(across, attention=replace(across.attention, norm_across=True))
+    with pytest.raises(DecodingError, match=r"q_norm.weight` must have shape \[64\], got \[4, 16"):
+        engine(across)
+    for elsewhere, message in (
+        (Norm("rms", rows), r"`layers\[1\].before_mlp`: weights of heads"),
+        (Norm("rms", there), r"`layers\[1\].before_mlp.weight`.*int64"),
+    ):
+        with pytest.raises(DecodingError, match=message):
+            engine(replace(layer, before_mlp=elsewhere))
+
+
 def test_what_an_engine_says_of_itself(kernels_module: ModuleType) -> None:
     model = decoder(Shape(), torch.float32)
     engine = Engine(model, 4, package=kernels_module)
@@ -474,6 +535,43 @@ def test_changed_weights_are_seen(kernels_module: ModuleType) -> None:
     ids, positions = arguments(model, 1, 1, 5)
     model.layers[0].attention.q.weight.mul_(1.5)
     check(engine, ids, positions, table(model, 1, 5, 8), None, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of_heads", ["rows", "list"])
+def test_each_heads_own_norm_is_read_where_it_lies(
+    kernels_module: ModuleType, of_heads: str, dtype: torch.dtype
+) -> None:
+    """Both forms and the reference give the same; a head's weight that is changed is seen, and its
+    memory is what the engine says that it reads."""
+    shape = Shape(qk_norm="head", of_heads=of_heads, norm="layer", norm_bias=True)
+    model = decoder(shape, dtype)
+    engine = Engine(model, 2, package=kernels_module)
+    ids, positions = arguments(model, 2, 1, 9)
+    other = decoder(replace(shape, of_heads="rows" if of_heads == "list" else "list"), dtype)
+
+    def logits(one: Engine | reference.Reference) -> Tensor:
+        made = torch.empty(2, 1, 131, dtype=dtype)
+        one.step(ids, positions, table(model, 2, 9, 11), made)
+        return made
+
+    before = logits(engine)
+    assert torch.equal(before, logits(Engine(other, 2, package=kernels_module)))
+    epsilons = 24 if dtype == torch.float32 else 4
+    assert (
+        distance(logits(reference.Reference(model, 2)), before) <= epsilons * torch.finfo(dtype).eps
+    )
+    attention = [layer.attention for layer in model.layers]
+    for norm, head in ((attention[1].q_norm, 3), (attention[0].k_norm, 1)):
+        assert norm is not None and norm.by_head
+        for rows, each in ((norm.weight, norm.weights), (norm.bias, norm.biases)):
+            own = each[head] if rows is None else rows[head]
+            assert (own if rows is None else rows).data_ptr() in engine.addresses
+            own.mul_(-1.5)
+            check(engine, ids, positions, table(model, 2, 9, 11), None, head)
+            after = logits(engine)
+            assert distance(after, before) > 1e-3
+            before = after
 
 
 @pytest.mark.parametrize("level", ["baseline", "avx2"])
@@ -498,4 +596,12 @@ def test_the_oracle_reads_the_grammar() -> None:
         other = decoder(replace(base, **change), torch.float32)  # type: ignore[arg-type]
         got = Oracle(other).step(ids, positions, table(other, 1, 9, 11))[0]
         assert distance(got, want) > 1e-3, change
+    shared = replace(base, qk_norm="head")
+    want, rows, each = (
+        Oracle(decoder(replace(shared, of_heads=form), torch.float32)).step(
+            ids, positions, table(model, 1, 9, 11)
+        )[0]
+        for form in (None, "rows", "list")
+    )
+    assert distance(rows, want) > 1e-3 and torch.equal(rows, each)
     assert decoders.distance(want, want) == 0

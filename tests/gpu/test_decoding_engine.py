@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ from support.decoders import Oracle, Shape, copied, decoder, distance, random_sh
 from support.engines import SMALL, WIDE, arguments, check, padded, visit
 
 from hfpatch.decoding.engine import Engine
-from hfpatch.decoding.spec import CacheTable
+from hfpatch.decoding.spec import CacheTable, Norm
 from hfpatch.errors import DecodingError
 
 pytestmark = pytest.mark.gpu
@@ -222,3 +223,56 @@ def test_changed_weights_are_seen_at_once(kernels_module: ModuleType) -> None:
     for same in found.values():
         assert all(torch.equal(same[0], other) for other in same[1:])
     assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("of_heads", ["rows", "list"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_heads_own_norm_is_read_where_it_lies(
+    kernels_module: ModuleType, dtype: torch.dtype, of_heads: str
+) -> None:
+    """By the graph too: it holds addresses, and what lies there may change. Both forms give the
+    same bits."""
+    shape = Shape(
+        width=256, inner=512, dim=64, heads=24, vocab=256, norm="layer", norm_bias=True,
+        qk_norm="head", of_heads=of_heads,
+    )  # fmt: skip
+    model = decoder(shape, dtype, "cuda")
+    other = decoder(
+        replace(shape, of_heads="list" if of_heads == "rows" else "rows"), dtype, "cuda"
+    )
+    engine = Engine(model, 2, package=kernels_module)
+    ids, positions = arguments(model, 2, 1, 70)
+    found = []
+    for one in (engine, engine, Engine(other, 2, package=kernels_module)):
+        logits = torch.empty(2, 1, 256, dtype=dtype, device="cuda")
+        one.step(ids, positions, table(model, 2, 70, 71), logits)
+        found.append(logits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for norm in (model.layers[1].attention.q_norm, model.layers[0].attention.k_norm):
+        assert norm is not None
+        for rows, each in ((norm.weight, norm.weights), (norm.bias, norm.biases)):
+            (each[-1] if rows is None else rows[-1]).mul_(-1.5)
+            check(engine, ids, positions, table(model, 2, 70, 73), None, 0)
+            engine.step(ids, positions, table(model, 2, 70, 71), logits)
+            assert distance(logits, found[0]) > 1e-3
+            found[0] = logits.clone()
+
+
+def test_bad_norms_of_heads(kernels_module: ModuleType) -> None:
+    """Addresses lie on the GPU, as the tensors do; what they are is not seen."""
+    model = decoder(Shape(layers=1, width=128, dim=64), torch.bfloat16, "cuda")
+    layer = model.layers[0]
+    own = tuple(torch.ones(4, 64, dtype=torch.bfloat16, device="cuda"))
+    there = torch.tensor([t.data_ptr() for t in own], device="cuda")
+    for message, parts in {
+        r"weight` must be a contiguous tensor of 4 addresses.*on cpu": {"weight": there.cpu()},
+        r"weight` must be a contiguous tensor of 4 addresses.*\[3\]": {"weight": there[:3]},
+        r"weight\[1\]`: .*on cpu, expected contiguous.*cuda": {
+            "weights": (own[0], own[1].cpu(), *own[2:])
+        },
+    }.items():
+        norm = replace(Norm("rms", None), **parts)  # type: ignore[arg-type]
+        attention = replace(layer.attention, q_norm=norm)
+        bad = replace(model, layers=(replace(layer, attention=attention),))
+        with pytest.raises(DecodingError, match=r"`layers\[0\].attention.q_norm." + message):
+            Engine(bad, 2, package=kernels_module)

@@ -55,6 +55,7 @@ class Shape:
     tied: bool = False
     packed: bool = False
     final_norm: bool = True
+    of_heads: str | None = None  # "rows", "list": each head's own; with qk_norm, not across
 
 
 def decoder(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> spec.Model:
@@ -74,6 +75,17 @@ def decoder(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0
         bias = rand(width, scale=0.1) if shape.norm_bias else None
         eps = 1e-5 if shape.norm == "layer" else 1e-6
         return spec.Norm(shape.norm, weight, bias, eps, shape.offset, shape.rounded)
+
+    def head_norm(heads: int) -> spec.Norm | None:
+        if s.qk_norm is None or s.qk_norm == "across" or s.of_heads is None:
+            return norm(s.dim * (heads if s.qk_norm == "across" else 1)) if s.qk_norm else None
+        own = [norm(s.dim) for _ in range(heads)]
+        weights = tuple(n.weight for n in own if n.weight is not None)
+        biases = tuple(n.bias for n in own if n.bias is not None)
+        if s.of_heads == "list":
+            return replace(own[0], weight=None, bias=None, weights=weights, biases=biases)
+        bias = torch.stack(biases) if biases else None
+        return replace(own[0], weight=torch.stack(weights), bias=bias)
 
     s, w = shape, shape.width
     rope_dims = s.dim if s.rope_dims == -1 else s.rope_dims
@@ -101,15 +113,14 @@ def decoder(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0
             q, k, v = (replace(p, weight=x) for p, x in zip((q, k, v), parts, strict=True))
             wide = torch.stack([gate.weight, up.weight], 1)  # rows of both in turn: strided
             gate, up = replace(gate, weight=wide[:, 0]), replace(up, weight=wide[:, 1])
-        across = s.qk_norm == "across"
         attention = spec.Attention(
             q, k, v, product(w, q_out),
             s.heads, s.key_heads, s.dim,
             scale=s.dim**-0.5,
             rope=i % s.ropes if ropes else None,
-            q_norm=norm(q_out if across else s.dim) if s.qk_norm else None,
-            k_norm=norm(k_out if across else s.dim) if s.qk_norm else None,
-            norm_across=across,
+            q_norm=head_norm(s.heads),
+            k_norm=head_norm(s.key_heads),
+            norm_across=s.qk_norm == "across",
             norm_after_rope=s.qk_norm == "after_rope",
             softcap=s.softcap,
             window=s.windows[i % len(s.windows)],
@@ -198,6 +209,7 @@ def random_shape(seed: int) -> Shape:
         tied=r.random() < 0.4,
         packed=r.random() < 0.3,
         final_norm=r.random() < 0.9,
+        of_heads=r.choice([None, "rows", "list"]),
     )
 
 
@@ -232,9 +244,11 @@ class Oracle:
         y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps)
         if norm.rounded:
             y = self.round(y)
-        if norm.weight is not None:
-            y = y * (norm.weight + norm.offset)
-        return self.round(y if norm.bias is None else y + norm.bias)
+        weight = torch.stack(norm.weights) if norm.weights else norm.weight
+        bias = torch.stack(norm.biases) if norm.biases else norm.bias
+        if weight is not None:
+            y = y * (weight + norm.offset)
+        return self.round(y if bias is None else y + bias)
 
     def product(self, product: spec.Product, x: Tensor) -> Tensor:
         y = x @ product.weight.T

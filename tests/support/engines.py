@@ -144,6 +144,28 @@ SMALL: dict[str, tuple[Shape, int, int, int, bool]] = {
     "parallel": (replace(_EVEN, placement="parallel", interleaved=True), 2, 1, 9, False),
     "across": (replace(_EVEN, qk_norm="across", clip=1.0), 2, 1, 9, False),
     "after the rotation": (replace(_EVEN, qk_norm="after_rope"), 2, 1, 9, False),
+    "rows of heads": (replace(_EVEN, qk_norm="head", of_heads="rows"), 2, 1, 9, False),
+    "rows of heads, layer norm, after the rotation": (
+        replace(_EVEN, norm="layer", norm_bias=True, qk_norm="after_rope", of_heads="rows"),
+        2, 1, 130, True,
+    ),
+    # more queries than warps, and than a block has: a warp prepares several heads
+    "list of heads": (
+        replace(_EVEN, dim=128, heads=24, norm="layer", qk_norm="head", of_heads="list"),
+        2, 1, 300, False,
+    ),
+    "list of heads, tokens": (
+        replace(_EVEN, norm="layer", norm_bias=True, qk_norm="head", of_heads="list", offset=1.0),
+        2, 3, 70, True,
+    ),
+    "list of heads, 256": (
+        replace(_EVEN, dim=256, heads=8, key_heads=1, qk_norm="head", of_heads="list"),
+        1, 2, 90, False,
+    ),
+    "list of heads, odd sizes": (
+        replace(_EVEN, dim=20, heads=6, key_heads=3, qk_norm="head", of_heads="list"),
+        3, 2, 40, False,
+    ),
     "numbers": (
         replace(_EVEN, multiplier=0.5, logit_scale=0.5, logit_softcap=2.0, embedding_scale=4.0),
         2, 1, 9, True,
