@@ -57,12 +57,17 @@ def test_a_description_holds_the_models_own_tensors() -> None:
     for norm, module in zip((a.q_norm, a.k_norm), norms_of(model), strict=True):
         assert norm is not None and norm.by_head and norm.kind == "layer" and not norm.rounded
         assert norm.weight is module.weight and norm.weights == () and norm.bias is None
-    model = make(LIST)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=["more than the replica's", "fewer"])
+def test_a_description_holds_each_heads_own_tensors(heads: tuple[int, int]) -> None:
+    model = make(LIST, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     a = describe(model).model.layers[1].attention
-    for norm, module, heads in zip((a.q_norm, a.k_norm), norms_of(model), (8, 1), strict=True):
+    for norm, module, count in zip((a.q_norm, a.k_norm), norms_of(model), heads, strict=True):
         own = [m.weight for m in module.norms]
         assert norm is not None and norm.by_head and norm.weight is None and norm.biases == ()
-        assert len(own) == heads and all(map(torch.Tensor.is_set_to, norm.weights, own))
+        assert len(own) == len(norm.weights) == count
+        assert all(given is weight for given, weight in zip(norm.weights, own, strict=True))
 
 
 def _in_place(norm: Any) -> None:
