@@ -16,20 +16,28 @@ from pathlib import Path
 import c
 import card
 import go
+import kernels_page
+import package
 import page
 import python
 import rust
+import sources
 from header import HEADER, ROOT, HeaderError, read_header
 from snapshot import broken, snapshot
 from stub import stub
 
 FILES = {
     "CARD.md": card.card,
+    "build.toml": sources.build_toml,
     "clib/abi.txt": snapshot,
     "clib/stub.c": stub,
     "docs/c-api.md": page.page,
+    "docs/kernels.md": kernels_page.kernels,
+    "docs/usage.md": kernels_page.usage,
     "hfpatch/capi/signatures.py": python.signatures,
     "hfpatch/capi/functions.py": python.functions,
+    "torch-ext/hfpatch_kernels/__init__.py": package.exports,
+    "torch-ext/hfpatch_kernels/_table.py": package.table,
     "bindings/c/dispatch.h": c.dispatch,
     "bindings/go/functions.go": go.functions,
     "bindings/go/functions_test.go": go.table,

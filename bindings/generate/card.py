@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 
 from header import ROOT, Header, HeaderError
+from package import public_functions
+from section import between
 
 CARD = ROOT / "CARD.md"
 PACKAGE = ROOT / "torch-ext" / "hfpatch_kernels"
@@ -29,11 +31,7 @@ def card(header: Header) -> str:
             place for the table.
     """
     text = CARD.read_text(encoding="utf-8")
-    before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not (start and end):
-        raise HeaderError(f"`CARD.md` has no lines {_START.strip()!r} and {_END.strip()!r}")
-    return before + start + _table(header) + end + after
+    return between(CARD.name, text, _START, _END, _table(header))
 
 
 def _table(header: Header) -> str:
@@ -56,20 +54,13 @@ def _table(header: Header) -> str:
 
 def _described(package: Path) -> dict[str, str]:
     """The first sentence of each public function's docstring, by its name."""
-    init = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     found: dict[str, str] = {}
-    for node in init.body:
-        if not (isinstance(node, ast.ImportFrom) and node.module):
-            continue
-        file = package / f"{node.module}.py"
-        if not file.is_file():
-            continue
-        wanted = {alias.name for alias in node.names}
-        for function in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(function, ast.FunctionDef) and function.name in wanted:
+    for name, module in public_functions(package).items():
+        for function in ast.parse((package / f"{module}.py").read_text(encoding="utf-8")).body:
+            if isinstance(function, ast.FunctionDef) and function.name == name:
                 doc = ast.get_docstring(function)
                 if doc is not None:
-                    found[function.name] = _sentence(doc)
+                    found[name] = _sentence(doc)
     return found
 
 

@@ -45,7 +45,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """One function: `returns` is "status", "int" or "text"; `op` is its name in an op table."""
+    """One function: `returns` is "status", "int" or "text"; `op` is its name in an op table,
+    `schema` its arguments there."""
 
     name: str
     returns: str
@@ -53,6 +54,7 @@ class Function:
     doc: str
     op: str = ""
     results: str = ""
+    schema: str = ""
 
     @property
     def short(self) -> str:
@@ -70,10 +72,13 @@ class Header:
     abi: int
     functions: tuple[Function, ...]
     constants: dict[str, int]
+    in_place: tuple[str, ...]
+    #: The names in the op tables, in their order.
+    rows: tuple[str, ...]
 
     @property
     def ops(self) -> list[Function]:
-        """The functions of the op tables, which return a status."""
+        """The functions of the op tables, which return a status, as they are declared."""
         return [f for f in self.functions if f.op]
 
     @property
@@ -97,6 +102,7 @@ def read_header(path: Path = HEADER) -> Header:
     text = path.read_text(encoding="utf-8")
     tables = {**_table(text, "HFP_OP_TABLE"), **_table(text, "HFP_LIST_OP_TABLE")}
     body = text[text.index("#ifdef __cplusplus") : text.index("#define HFP_IN_PLACE_TABLE")]
+    rows = tuple(op for op, _, _ in tables.values())
     functions = []
     doc, last_end = "", 0
     for match in re.finditer(f"{_COMMENT}|{_PROTOTYPE}", body):
@@ -113,20 +119,26 @@ def read_header(path: Path = HEADER) -> Header:
     constants = {n: int(v) for n, v in re.findall(r"\b(HFP_[A-Z0-9_]+)\s*=\s*(-?\d+)", text)}
     constants |= {n: int(v) for n, v in re.findall(r"#define (HFP_[A-Z0-9_]+) (\d+)", text)}
     constants |= {n: int(v) for n, v in re.findall(r"\b(kDL[A-Za-z]+) = (\d+)", text)}
-    return Header(constants["HFP_ABI_VERSION"], tuple(functions), constants)
+    table = _table_text(text, "HFP_IN_PLACE_TABLE")
+    in_place = tuple(re.findall(r"X\((\w+), \"", table))
+    return Header(constants["HFP_ABI_VERSION"], tuple(functions), constants, in_place, rows)
 
 
 def _table(text: str, name: str) -> dict[str, tuple[str, str, list[tuple[str, str]]]]:
     """By function: the op, its results, its (type, name) arguments."""
-    table = re.match(r"(?:.*\\\n)*.*\n", text.split(f"#define {name}(X)", 1)[1])
-    assert table is not None
     row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([^\"]+)\"\s*,((?:[\s\\]*\"[^\"]*\")+)\s*\)")
     found = {}
-    for op, function, results, strings in row.findall(table[0]):
+    for op, function, results, strings in row.findall(_table_text(text, name)):
         arguments = "".join(re.findall(r'"([^"]*)"', strings)).split(",")
         pairs = [tuple(part.split()) for part in arguments]
         found[function] = (op, results, [(kind, name) for kind, name in pairs])
     return found
+
+
+def _table_text(text: str, name: str) -> str:
+    table = re.match(r"(?:.*\\\n)*.*\n", text.split(f"#define {name}(X)", 1)[1])
+    assert table is not None
+    return table[0]
 
 
 def _function(
@@ -161,7 +173,8 @@ def _function(
         p = middle[i]
         middle[i] = Parameter(p.kind, p.name, kind == "Tensor?", "!" in kind)
     parameters = [*parameters[:outputs], *middle, parameters[-1]]
-    return Function(name, returns, tuple(parameters), doc, op, results)
+    schema = ", ".join(f"{kind} {argument}" for kind, argument in arguments)
+    return Function(name, returns, tuple(parameters), doc, op, results, schema)
 
 
 def _plain(comment: str) -> str:

@@ -9,6 +9,7 @@ that calls few tensors often. `layers` are modules for
 `kernels.LayerRepository`.
 """
 
+# Exports: written by `python bindings/generate`.
 from . import _fakes as _fakes
 from . import calls, layers
 from ._adaln import (
@@ -104,3 +105,4 @@ __all__ = [
     "softmax",
     "topk",
 ]
+# End of the exports.

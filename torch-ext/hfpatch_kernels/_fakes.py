@@ -1,4 +1,8 @@
-"""What the operators return for tensors without data: shapes and dtypes for torch.compile."""
+"""What the operators return for tensors without data: shapes and dtypes for torch.compile.
+
+By the result rules of hfpatch.h's op table, each of which is a function of the call's arguments by
+name; `first` is the first of them.
+"""
 
 import functools
 
@@ -6,13 +10,24 @@ import torch
 
 from ._codes import CAST_INPUT, CAST_WEIGHT, NEED_BIAS, NEED_WEIGHT, NORM_CHUNK
 from ._ops import add_op_namespace_prefix, ops
+from ._table import IN_PLACE, OPS
 
 
-def _like(x, *_):
+def _like(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _rms_norm(x, weight, bias, eps, weight_offset, cast):
+def _product(sizes):
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+# ------------------------------------------------------------------------------ of a forward
+
+
+def _norm(x, weight, cast, **_):
     dtype = x.dtype
     if weight is not None and cast == CAST_INPUT:
         dtype = torch.promote_types(x.dtype, weight.dtype)
@@ -21,40 +36,85 @@ def _rms_norm(x, weight, bias, eps, weight_offset, cast):
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _halved(x, *_):
+def _halved(first, **_):
     torch._check(
-        x.shape[-1] % 2 == 0,
-        lambda: "`x`: expected an even last dimension, got {}".format(x.shape[-1]),
+        first.shape[-1] % 2 == 0,
+        lambda: "`x`: expected an even last dimension, got {}".format(first.shape[-1]),
     )
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+    shape = (*first.shape[:-1], first.shape[-1] // 2)
+    return torch.empty(shape, dtype=first.dtype, device=first.device)
 
 
-def _modulated(x, modulation, *rest):
-    dtype = x.dtype
-    if rest[-1] == CAST_INPUT:
-        dtype = torch.promote_types(x.dtype, modulation.dtype)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+def _modulated(first, second, cast, **_):
+    dtype = first.dtype
+    if cast == CAST_INPUT:
+        dtype = torch.promote_types(first.dtype, second.dtype)
+    return torch.empty(first.shape, dtype=dtype, device=first.device)
 
 
-def _like_twice(x, *_):
-    return _like(x), _like(x)
+def _rows(first, **_):
+    return torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
 
 
-def _add_rms_norm(x, residual, *rest):
-    return _rms_norm(x, *rest), _like(x)
+def _scalar(first, **_):
+    device = first[0].device if isinstance(first, (list, tuple)) else first.device
+    return torch.empty((), dtype=torch.float32, device=device)
 
 
-def _like_two(q, k, *_):
-    return _like(q), _like(k)
+def _indices(first, **_):
+    return torch.empty(first.shape[:-1], dtype=torch.int64, device=first.device)
 
 
-def _second(_, x, *__):
-    return _like(x)
+def _workspace(first, **_):
+    """hfp_row_workspace of hfpatch.h: an entry per part of a row, where rows are shared out."""
+    cols, rows = first.shape[-1], _product(first.shape[:-1])
+    entries = 0
+    if cols >= 16384 and rows <= 256:
+        part = 2048 * ((cols + 2048 * 1024 - 1) // (2048 * 1024))
+        entries = rows * ((cols + part - 1) // part)
+    return torch.empty(entries, dtype=torch.int64, device=first.device)
 
 
-def _gated_backward(grad, gate, up, activation):
-    return _like(gate), _like(up)
+def _topk(first, k, dtype=None, **_):
+    return torch.empty((*first.shape[:-1], k), dtype=dtype or first.dtype, device=first.device)
+
+
+def _topk_indices(**arguments):
+    return _topk(**arguments, dtype=torch.int64)
+
+
+def _groups(x, groups, channels_last, **_):
+    """hfp_group_parts of hfpatch.h, for sizes that may be symbols."""
+    samples, channels, positions = x.shape
+    if channels_last:
+        channels, positions = positions, channels
+    least = 512 if channels_last else 4096
+    elements = channels // groups * positions
+    parts = torch.sym_max(torch.sym_min((elements + least - 1) // least, 256), 1)
+    if channels_last:
+        parts = torch.sym_min(parts, torch.sym_max(positions, 1))
+    return torch.empty((samples, groups, parts + 1, 2), dtype=torch.float32, device=x.device)
+
+
+def _attended(q, v, **_):
+    return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+
+
+def _balance(logits, parts=1, **_):
+    width = 2 * logits.shape[1] + 1
+    return torch.empty(parts * width, dtype=torch.float32, device=logits.device)
+
+
+def _balance_partials(logits, **_):
+    return _balance(logits, torch.sym_min(torch.sym_max((logits.shape[0] + 63) // 64, 1), 256))
+
+
+def _chunks(tensors, **_):
+    chunks = sum((t.numel() + NORM_CHUNK - 1) // NORM_CHUNK for t in tensors)
+    return torch.empty(chunks, dtype=torch.float32, device=tensors[0].device)
+
+
+# ------------------------------------------------------------------------------ of gradients
 
 
 def _partial_rows(rows, cols):
@@ -66,28 +126,33 @@ def _partial_rows(rows, cols):
     return torch.sym_min((rows + at_once - 1) // at_once, 132 * per_sm)
 
 
-def _norm_backward(x, weight, bias, needs):
-    cols, rows = x.shape[-1], 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-
-    def gradient(parameter, bit):
-        if parameter is None or not needs & bit:
-            return torch.empty(0, dtype=x.dtype, device=x.device)
-        return torch.empty(cols, dtype=parameter.dtype, device=x.device)
-
-    wanted = (needs & 1) + (needs >> 1 & 1)
-    parts = _partial_rows(rows, cols) if wanted else 0
-    partials = torch.empty((parts, wanted * cols), dtype=torch.float32, device=x.device)
-    return _like(x), gradient(weight, NEED_WEIGHT), gradient(bias, NEED_BIAS), partials
+def _wanted(needs):
+    return (needs & 1) + (needs >> 1 & 1)
 
 
-def _rms_norm_backward(grad, x, weight, bias, eps, weight_offset, cast, needs):
-    return _norm_backward(x, weight, bias, needs)
+def _of_parameter(x, parameter, needed):
+    if parameter is None or not needed:
+        return torch.empty(0, dtype=x.dtype, device=x.device)
+    return torch.empty(x.shape[-1], dtype=parameter.dtype, device=x.device)
 
 
-def _layer_norm_backward(grad, x, weight, bias, eps, needs):
-    return _norm_backward(x, weight, bias, needs)
+def _dweight(x, weight, needs, **_):
+    return _of_parameter(x, weight, needs & NEED_WEIGHT)
+
+
+def _dbias(x, bias, needs, **_):
+    return _of_parameter(x, bias, needs & NEED_BIAS)
+
+
+def _partials(x, needs, **_):
+    wanted, cols = _wanted(needs), x.shape[-1]
+    parts = _partial_rows(_product(x.shape[:-1]), cols) if wanted else 0
+    return torch.empty((parts, wanted * cols), dtype=torch.float32, device=x.device)
+
+
+def _if_needed(parameter, needed):
+    shape = parameter.shape if needed else (0,)
+    return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _sum_partial_rows(rows, cols, sums):
@@ -98,107 +163,39 @@ def _sum_partial_rows(rows, cols, sums):
     return 0 if parts < 2 else torch.sym_min(parts, rows // sums) * sums
 
 
-def _product(sizes):
-    total = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
-def _if_needed(parameter, needed):
-    shape = parameter.shape if needed else (0,)
-    return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-
-
 def _sums(x, parameter, needs):
     rows, cols = _product(x.shape[:-1]), x.shape[-1]
-    wanted = (needs & 1) + (needs >> 1 & 1)
+    wanted = _wanted(needs)
     parts = _sum_partial_rows(rows, cols, _product(parameter.shape[:-1])) if wanted else 0
     return torch.empty((parts, wanted * cols), dtype=torch.float32, device=x.device)
 
 
-def _add_activation_backward(grad, x, bias, *rest):
-    needs = rest[-1]
-    return _like(x), _if_needed(bias, needs & NEED_BIAS), _sums(grad, bias, needs)
-
-
-def _mul_add_backward(grad, a, b, cast, needs):
-    db, dc = _if_needed(b, needs & NEED_WEIGHT), _if_needed(b, needs & NEED_BIAS)
-    return _like(a), db, dc, _sums(grad, b, needs)
-
-
-def _cross_entropy(logits, *_):
-    def rows():
-        return torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-
-    return rows(), rows()
-
-
-def _cross_entropy_with_gradient(logits, *_):
-    total = torch.empty((), dtype=torch.float32, device=logits.device)
-    return total, *_cross_entropy(logits), _like(logits)
-
-
-def _grad_norm(tensors, norm_type):
-    chunks = sum((t.numel() + NORM_CHUNK - 1) // NORM_CHUNK for t in tensors)
-    device = tensors[0].device
-    norm = torch.empty((), dtype=torch.float32, device=device)
-    return norm, torch.empty(chunks, dtype=torch.float32, device=device)
-
-
-def _workspace(x):
-    """hfp_row_workspace of hfpatch.h: an entry per part of a row, where rows are shared out."""
-    cols, rows = x.shape[-1], 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    entries = 0
-    if cols >= 16384 and rows <= 256:
-        part = 2048 * ((cols + 2048 * 1024 - 1) // (2048 * 1024))
-        entries = rows * ((cols + part - 1) // part)
-    return torch.empty(entries, dtype=torch.int64, device=x.device)
-
-
-def _indices(x, *_):
-    return torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
-
-
-def _softmax(x, *_):
-    return _like(x), _workspace(x)
-
-
-def _argmax(x):
-    return _indices(x), _workspace(x)
-
-
-def _topk(x, k):
-    shape = (*x.shape[:-1], k)
-    values = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return values, torch.empty(shape, dtype=torch.int64, device=x.device)
-
-
-def _group_parts(channels, positions, groups, channels_last):
-    """hfp_group_parts of hfpatch.h, for sizes that may be symbols."""
-    least = 512 if channels_last else 4096
-    elements = channels // groups * positions
-    parts = torch.sym_max(torch.sym_min((elements + least - 1) // least, 256), 1)
-    return torch.sym_min(parts, torch.sym_max(positions, 1)) if channels_last else parts
-
-
-def _group_norm(x, weight, bias, groups, eps, silu, channels_last):
-    samples, channels, positions = x.shape
-    if channels_last:
-        channels, positions = positions, channels
-    parts = _group_parts(channels, positions, groups, channels_last)
-    shape = (samples, groups, parts + 1, 2)
-    return _like(x), torch.empty(shape, dtype=torch.float32, device=x.device)
-
+# ------------------------------------------------------------------------------ of products
 
 #: hfp_gemm_workspace of hfpatch.h, and products.h.
 _GEMM_COLUMNS, _GEMM_PANEL, _GEMM_CAPACITY = 512, 32, 1 << 20
 _CUDA_GEMM_WORKSPACE = 8 << 20
 
 
-def _gemm_workspace(a, batch, m, n, k):
+def _gemm_sizes(a, b, c, transpose_a, transpose_b):
+    m, k = (a.shape[-1], a.shape[-2]) if transpose_a else (a.shape[-2], a.shape[-1])
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    batch = 1
+    if a.dim() == 3:
+        batch = a.shape[0] if a.shape[0] != 1 else b.shape[0]
+        if batch == 1 and c is not None:
+            batch = c.shape[0]
+    return batch, m, n, k
+
+
+def _gemm(a, b, c, transpose_a, transpose_b, **_):
+    batch, m, n, _k = _gemm_sizes(a, b, c, transpose_a, transpose_b)
+    shape = (batch, m, n) if a.dim() == 3 else (m, n)
+    return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+def _gemm_workspace(a, b, c, transpose_a, transpose_b, **_):
+    batch, m, n, k = _gemm_sizes(a, b, c, transpose_a, transpose_b)
     entries = 0
     if a.device.type == "cuda":
         entries = _CUDA_GEMM_WORKSPACE
@@ -213,113 +210,58 @@ def _gemm_workspace(a, batch, m, n, k):
     return torch.empty(entries, dtype=torch.float32, device=a.device)
 
 
-def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
-    m, k = (a.shape[-1], a.shape[-2]) if transpose_a else (a.shape[-2], a.shape[-1])
-    n = b.shape[-2] if transpose_b else b.shape[-1]
-    batch, shape = 1, (m, n)
-    if a.dim() == 3:
-        batch = a.shape[0] if a.shape[0] != 1 else b.shape[0]
-        if batch == 1 and c is not None:
-            batch = c.shape[0]
-        shape = (batch, m, n)
-    out = torch.empty(shape, dtype=a.dtype, device=a.device)
-    return out, _gemm_workspace(a, batch, m, n, k)
+# ------------------------------------------------------------------------------ the table
+
+_RULES = {
+    "x": lambda first, **_: _like(first),
+    "norm": _norm,
+    "halved": _halved,
+    "modulated": _modulated,
+    "rows": _rows,
+    "scalar": _scalar,
+    "indices": _indices,
+    "workspace": _workspace,
+    "topk": _topk,
+    "topk_indices": _topk_indices,
+    "groups": _groups,
+    "attended": _attended,
+    "balance": _balance,
+    "balance_partials": _balance_partials,
+    "chunks": _chunks,
+    "dweight": _dweight,
+    "dbias": _dbias,
+    "partials": _partials,
+    "product": _gemm,
+    "product_workspace": _gemm_workspace,
+}
 
 
-def _attention(q, k, v, *_):
-    shape = (*q.shape[:-1], v.shape[-1])
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+def _result(rule, arguments):
+    """What a rule says of a call; with a parameter: "=NAME", "=NAME&BIT", "sums=NAME"."""
+    kind, equals, name = rule.partition("=")
+    if not equals:
+        return _RULES[rule](**arguments)
+    if kind == "sums":
+        return _sums(arguments["first"], arguments[name], arguments["needs"])
+    name, _, bit = name.partition("&")
+    return _if_needed(arguments[name], not bit or arguments["needs"] & int(bit))
 
 
-def _log_probs(logits, *_):
-    return *_cross_entropy(logits), _like(logits)
+def _fake(rules, names):
+    """The fake of an operator with these result rules and arguments."""
+    names, rules = names.split(), rules.split(", ")
 
+    def fake(*args):
+        arguments = dict(zip(names, args))  # noqa: B905
+        arguments["first"], arguments["second"] = args[0], args[1] if args[1:] else None
+        results = tuple(_result(rule, arguments) for rule in rules)
+        return results if len(results) > 1 else results[0]
 
-def _load_balancing_loss(logits, mask, k):
-    tokens, width = logits.shape[0], 2 * logits.shape[1] + 1
-    parts = torch.sym_min(torch.sym_max((tokens + 63) // 64, 1), 256)
-    options = {"dtype": torch.float32, "device": logits.device}
-    return (
-        torch.empty((), **options),
-        torch.empty(width, **options),
-        torch.empty(parts * width, **options),
-    )
+    return fake
 
 
 def _nothing(*_):
     return None
-
-
-_FUNCTIONAL = {
-    "rms_norm": _rms_norm,
-    "layer_norm": _like,
-    "gelu": _like,
-    "silu": _like,
-    "gated": _like,
-    "gated_packed": _halved,
-    "gated_clamped": _like,
-    "norm_modulate": _modulated,
-    "gate_residual": _modulated,
-    "gate_residual_norm_modulate": _like_twice,
-    "add_rms_norm": _add_rms_norm,
-    "add_layer_norm": _like_twice,
-    "rope": _like,
-    "rope_qk": _like_two,
-    "qk_norm_rope": _like_two,
-    "gated_rms_norm": _like,
-    "rms_norm_silu": _like,
-    "add_bias": _like,
-    "group_norm": _group_norm,
-    "rms_norm_backward": _rms_norm_backward,
-    "layer_norm_backward": _layer_norm_backward,
-    "gelu_backward": _second,
-    "silu_backward": _second,
-    "gated_backward": _gated_backward,
-    "gated_packed_backward": _second,
-    "cross_entropy": _cross_entropy,
-    "cross_entropy_backward": _second,
-    "cross_entropy_with_gradient": _cross_entropy_with_gradient,
-    "grad_norm": _grad_norm,
-    "softmax": _softmax,
-    "softmax_backward": _softmax,
-    "argmax": _argmax,
-    "topk": _topk,
-    "sample": _indices,
-    "add_gelu": _like,
-    "add_silu": _like,
-    "mul_add": _modulated,
-    "add_gelu_backward": _add_activation_backward,
-    "add_silu_backward": _add_activation_backward,
-    "mul_add_backward": _mul_add_backward,
-    "add": _like,
-    "mul": _like,
-    "scale": _like,
-    "gemm": _gemm,
-    "gemm_batched": _gemm,
-    "attention": _attention,
-    "cross_entropy_log_probs": _log_probs,
-    "load_balancing_loss": _load_balancing_loss,
-    "load_balancing_loss_backward": _second,
-}
-#: Of HFP_LIST_OP_TABLE: they return nothing.
-_NOTHING = ("adamw_step", "clip_grads", "scale_grads")
-#: HFP_IN_PLACE_TABLE of hfpatch.h
-_IN_PLACE = (
-    "rms_norm",
-    "layer_norm",
-    "gelu",
-    "silu",
-    "add_gelu",
-    "add_silu",
-    "mul_add",
-    "gate_residual",
-    "add_rms_norm",
-    "add_layer_norm",
-    "rope",
-    "rope_qk",
-    "qk_norm_rope",
-)
 
 
 def _of_one_device(fake):
@@ -344,12 +286,14 @@ def register():
     if hasattr(ops, "_fakes_registered"):
         return
     nothing = _of_one_device(_nothing)
-    for name, fake in _FUNCTIONAL.items():
-        torch.library.register_fake(add_op_namespace_prefix(name), _of_one_device(fake))
-        torch.library.register_fake(add_op_namespace_prefix(name + "_out"), nothing)
-    for name in _NOTHING:
-        torch.library.register_fake(add_op_namespace_prefix(name), nothing)
-    for name in _IN_PLACE:
+    for name, (rules, names) in OPS.items():
+        prefixed = add_op_namespace_prefix(name)
+        if rules == "none":
+            torch.library.register_fake(prefixed, nothing)
+            continue
+        torch.library.register_fake(prefixed, _of_one_device(_fake(rules, names)))
+        torch.library.register_fake(prefixed + "_out", nothing)
+    for name in IN_PLACE:
         torch.library.register_fake(add_op_namespace_prefix(name + "_"), nothing)
     ops._fakes_registered = True
 

@@ -163,7 +163,7 @@ def rope_(
     round_products: bool = False,
 ) -> Tensor:
     """`rope` written over ``x``, which is returned and may be strided."""
-    cos, sin = _rope.tables(cos, sin)
+    cos, sin = _rope._tables(cos, sin)
     _refuse_gradients("rope", x=x, cos=cos, sin=sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     ops.rope_.default(x, cos, sin, *codes)
@@ -183,7 +183,7 @@ def rope_qk_(
 ) -> Tuple[Tensor, Tensor]:
     """`rope_qk` written over ``q`` and ``k``, for example views of a packed projection; returns
     both."""
-    cos, sin = _rope.tables(cos, sin)
+    cos, sin = _rope._tables(cos, sin)
     _refuse_gradients("rope_qk", q=q, k=k, cos=cos, sin=sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     ops.rope_qk_.default(q, k, cos, sin, *codes)
@@ -210,7 +210,7 @@ def qk_norm_rope_(
     """`qk_norm_rope` written over ``q`` and ``k``, for example views of a packed projection;
     returns both."""
     code = _code("cast", cast, _codes.CASTS)
-    cos, sin = _rope.tables(cos, sin)
+    cos, sin = _rope._tables(cos, sin)
     _refuse_gradients(
         "qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin
     )

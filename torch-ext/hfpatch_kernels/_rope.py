@@ -16,7 +16,7 @@ _qk_norm_rope = ops.qk_norm_rope.default
 _grad_enabled = torch.is_grad_enabled
 
 
-def tables(cos, sin):
+def _tables(cos, sin):
     """What the operators take: a complex table as its real view in ``cos``, without ``sin``."""
     if cos is None or not cos.is_complex():
         return cos, sin
@@ -130,7 +130,7 @@ def rope(
         RuntimeError: a dtype, device, shape or value that the kernel refuses, or a table that
             needs a gradient.
     """
-    cos, sin = tables(cos, sin)
+    cos, sin = _tables(cos, sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
@@ -161,7 +161,7 @@ def rope_qk(
     Raises:
         RuntimeError: as `rope`.
     """
-    cos, sin = tables(cos, sin)
+    cos, sin = _tables(cos, sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
@@ -212,7 +212,7 @@ def qk_norm_rope(
     code = _codes.CASTS.get(cast)
     if code is None:
         _codes.reject("cast", cast, _codes.CASTS)
-    cos, sin = tables(cos, sin)
+    cos, sin = _tables(cos, sin)
     if _grad_enabled():
         if cos is not None:
             _refuse_table_gradients(cos, sin)
