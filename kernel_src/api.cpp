@@ -7,11 +7,14 @@
 
 #include "check.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(rms_norm, RmsNormArgs)
+HFP_BACKENDS(layer_norm, LayerNormArgs)
+HFP_BACKENDS(activation, ActivationArgs)
+HFP_BACKENDS(gated, GatedArgs)
+HFP_BACKENDS(fused_norm, FusedNormArgs)
+HFP_BACKENDS(rms_norm_silu, RmsNormSiluArgs)
+HFP_BACKENDS(gate_residual, PointwiseArgs)
+HFP_BACKENDS(gated_norm, GatedNormArgs)
 
 using hfp::Check;
 using hfp::DType;
@@ -379,17 +382,8 @@ int32_t hfp_gate_residual(DLTensor *out, const DLTensor *residual, const DLTenso
                   check.modulation("gate", gate, r, &g) &&
                   check.output(out, r, 1, cast ? promote(r.type, g.type) : r.type, &o);
   if (!ok) return check.status();
-  hfp::GateResidualArgs args = {};
-  args.out = o.data;
-  args.residual = r.data;
-  args.gate = g.data;
-  args.x = a.data;
-  args.type = r.type;
-  args.gate_type = g.type;
-  args.out_type = o.type;
-  args.residual_rows = r.rows;
-  args.gate_rows = g.rows;
-  args.x_rows = a.rows;
+  hfp::PointwiseArgs args = {
+      o.data, o.type, {hfp::input_of(r), hfp::input_of(g), hfp::input_of(a)}};
   args.eager = cast == HFP_CAST_INPUT;
   return check.run(o, args, &hfp::cpu::gate_residual, HFP_CUDA(gate_residual), stream);
 }

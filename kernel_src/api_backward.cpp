@@ -2,11 +2,14 @@
 // arguments (kernels.h), dispatch on the device.
 #include "check_any_shape.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(rms_norm_backward, NormBackwardArgs)
+HFP_BACKENDS(layer_norm_backward, NormBackwardArgs)
+HFP_BACKENDS(activation_backward, ActivationBackwardArgs)
+HFP_BACKENDS(gated_backward, GatedBackwardArgs)
+HFP_BACKENDS(cross_entropy, CrossEntropyArgs)
+HFP_BACKENDS(log_probs, LogProbsArgs)
+HFP_BACKENDS(cross_entropy_backward, CrossEntropyArgs)
+HFP_BACKENDS(cross_entropy_with_gradient, CrossEntropyTotalArgs)
 
 using hfp::Check;
 using hfp::DType;

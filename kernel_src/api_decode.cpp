@@ -2,12 +2,6 @@
 // fill in a backend's arguments (decode.h), dispatch on the device.
 #include "decode_model.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
-
 using hfp::Check;
 using hfp::DecodeArgs;
 using hfp::DecodeModelReader;

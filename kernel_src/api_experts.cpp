@@ -2,11 +2,8 @@
 // arguments (kernels.h), dispatch on the device.
 #include "check_any_shape.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(balance, BalanceArgs)
+HFP_BACKENDS(balance_backward, BalanceArgs)
 
 using hfp::BalanceArgs;
 using hfp::Check;

@@ -2,11 +2,7 @@
 // (kernels.h), dispatch on the device.
 #include "check.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(group_norm, GroupNormArgs)
 
 using hfp::Check;
 using hfp::DType;

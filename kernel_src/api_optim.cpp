@@ -4,11 +4,9 @@
 
 #include "list_overlap.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(adamw_step, AdamWArgs)
+HFP_BACKENDS(grad_norm, GradNormArgs)
+HFP_BACKENDS(scale_grads, ScaleGradsArgs)
 
 using hfp::Check;
 using hfp::DType;

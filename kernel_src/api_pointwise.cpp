@@ -2,15 +2,16 @@
 // in a backend's arguments (kernels.h), dispatch on the device.
 #include "check.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(add_activation, PointwiseArgs)
+HFP_BACKENDS(broadcast_backward, BroadcastBackwardArgs)
+HFP_BACKENDS(pair, PairArgs)
+HFP_BACKENDS(add_bias, PointwiseArgs)
+HFP_BACKENDS(mul_add, PointwiseArgs)
 
 using hfp::BroadcastBackwardArgs;
 using hfp::Check;
 using hfp::DType;
+using hfp::PointwiseArgs;
 using hfp::Tensor;
 
 namespace {
@@ -33,12 +34,7 @@ int32_t add_activation(Check &check, DLTensor *out, const DLTensor *x, const DLT
   const bool ok = check.input("x", x, &a) && bias_of(check, bias, a, &b) &&
                   check.output(out, a, 1, a.type, &o);
   if (!ok) return check.status();
-  hfp::AddActivationArgs args = {};
-  args.out = o.data;
-  args.x = a.data;
-  args.bias = b.data;
-  args.type = a.type;
-  args.x_rows = a.rows;
+  PointwiseArgs args = {o.data, o.type, {hfp::input_of(a), hfp::column_vector(b, a)}};
   args.activation = static_cast<int>(activation);
   return check.run(o, args, &hfp::cpu::add_activation, HFP_CUDA(add_activation), stream);
 }
@@ -198,14 +194,8 @@ int32_t hfp_add_bias(DLTensor *out, const DLTensor *x, const DLTensor *bias,
                                  check.same_shape(a, r) && check.same_type(a, r))) &&
                   check.output(out, a, 1, a.type, &o);
   if (!ok) return check.status();
-  hfp::AddBiasArgs args = {};
-  args.out = o.data;
-  args.x = a.data;
-  args.bias = b.data;
-  args.residual = r.data;
-  args.type = a.type;
-  args.x_rows = a.rows;
-  args.residual_rows = r.rows;
+  const PointwiseArgs args = {
+      o.data, o.type, {hfp::input_of(a), hfp::column_vector(b, a), hfp::input_of(r)}};
   return check.run(o, args, &hfp::cpu::add_bias, HFP_CUDA(add_bias), stream);
 }
 
@@ -238,17 +228,7 @@ int32_t hfp_mul_add(DLTensor *out, const DLTensor *a, const DLTensor *b, const D
       check.same_type(m, s) &&
       check.output(out, x, 1, cast == HFP_CAST_INPUT ? promote(x.type, m.type) : x.type, &o);
   if (!ok) return check.status();
-  hfp::MulAddArgs args = {};
-  args.out = o.data;
-  args.a = x.data;
-  args.b = m.data;
-  args.c = s.data;
-  args.type = x.type;
-  args.param_type = m.type;
-  args.out_type = o.type;
-  args.a_rows = x.rows;
-  args.b_rows = m.rows;
-  args.c_rows = s.rows;
+  PointwiseArgs args = {o.data, o.type, {hfp::input_of(x), hfp::input_of(m), hfp::input_of(s)}};
   args.eager = cast == HFP_CAST_INPUT;
   return check.run(o, args, &hfp::cpu::mul_add, HFP_CUDA(mul_add), stream);
 }

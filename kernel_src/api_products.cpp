@@ -4,12 +4,6 @@
 
 #include "check.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
-
 using hfp::AttentionArgs;
 using hfp::Check;
 using hfp::DType;

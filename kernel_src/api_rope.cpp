@@ -3,11 +3,11 @@
 
 #include "check.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(rope, RopeArgs)  // without norm, and on the CPU with it
+
+namespace hfp::cuda {
+int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
+}
 
 using hfp::Check;
 using hfp::DType;

@@ -3,11 +3,11 @@
 #include "check.h"
 #include "row_keys.h"
 
-#if defined(CUDA_KERNEL)
-#define HFP_CUDA(function) (&hfp::cuda::function)
-#else
-#define HFP_CUDA(function) nullptr
-#endif
+HFP_BACKENDS(softmax, SoftmaxArgs)
+HFP_BACKENDS(softmax_backward, SoftmaxArgs)
+HFP_BACKENDS(argmax, ArgmaxArgs)
+HFP_BACKENDS(topk, TopkArgs)
+HFP_BACKENDS(sample, SampleArgs)
 
 using hfp::Check;
 using hfp::DType;

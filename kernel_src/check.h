@@ -33,6 +33,16 @@ struct Tensor {
   int64_t last() const { return rows.cols; }
 };
 
+inline Input input_of(const Tensor &t) { return {t.data, t.type, t.rows}; }
+
+// A vector of the columns of `like`, which all of its rows read.
+inline Input column_vector(const Tensor &t, const Tensor &like) {
+  Rows rows;
+  rows.rows = rows.n2 = like.rows.rows;
+  rows.cols = like.rows.cols;
+  return {t.data, t.type, rows};
+}
+
 class Check {
  public:
   explicit Check(const char *function) : function_(function) {}

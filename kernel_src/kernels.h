@@ -47,6 +47,23 @@ struct LayerNormArgs {
   float eps;
 };
 
+// A tensor that is read; null data: none.
+struct Input {
+  const void *data;
+  DType type;
+  Rows rows;
+};
+
+// out, contiguous, of up to three tensors of the same rows and cols, element by element; those that
+// repeat have rows with stride 0. The op says what the inputs are, and which have one dtype.
+struct PointwiseArgs {
+  void *out;
+  DType out_type;
+  Input in[3];
+  int activation;  // of add_activation
+  bool eager;      // round the product to out_type (mul_add, gate_residual)
+};
+
 struct ActivationArgs {
   void *out;
   const void *x;
@@ -91,14 +108,6 @@ struct FusedNormArgs {
   int norm_type;  // HFP_NORM_*
   int cast;       // HFP_CAST_* of norm and weight; HFP_CAST_NONE when there is no weight
   bool eager;     // gate, scale and shift round after each step (else once, at the end)
-};
-
-struct GateResidualArgs {
-  void *out;
-  const void *residual, *gate, *x;
-  DType type, gate_type, out_type;
-  Rows residual_rows, gate_rows, x_rows;
-  bool eager;  // round the product to out_type
 };
 
 // q or k of rope: [batch, seq, heads, dim], any strides but 1 in dim.
@@ -342,32 +351,6 @@ struct SampleArgs {
   int64_t top_k;
 };
 
-// out = act(x + bias), the sum rounded to `type` first.
-struct AddActivationArgs {
-  void *out;
-  const void *x, *bias;  // bias: contiguous [cols]
-  DType type;
-  Rows x_rows;
-  int activation;
-};
-
-// out = x + bias + residual, one rounding. bias: contiguous [cols].
-struct AddBiasArgs {
-  void *out;
-  const void *x, *bias, *residual;  // residual: null: none
-  DType type;
-  Rows x_rows, residual_rows;
-};
-
-// out = a * b + c
-struct MulAddArgs {
-  void *out;
-  const void *a, *b, *c;
-  DType type, param_type, out_type;  // of a; of b and c; of out
-  Rows a_rows, b_rows, c_rows;       // the same rows; b and c with stride 0 where they repeat
-  bool eager;                        // round the product to out_type
-};
-
 // out = a + alpha * b, a * b, or a * alpha where b is null; all have `type`, one rounding. out: contiguous.
 struct PairArgs {
   void *out;
@@ -421,80 +404,28 @@ struct BroadcastBackwardArgs {
   int activation;
 };
 
-// Each returns HFP_OK, or a status after set_error().
-namespace cpu {
-int32_t rms_norm(const RmsNormArgs &);
-int32_t layer_norm(const LayerNormArgs &);
-int32_t activation(const ActivationArgs &);
-int32_t gated(const GatedArgs &);
-int32_t fused_norm(const FusedNormArgs &);
-int32_t gate_residual(const GateResidualArgs &);
-int32_t rope(const RopeArgs &);
-int32_t gated_norm(const GatedNormArgs &);
-int32_t rms_norm_silu(const RmsNormSiluArgs &);
-int32_t group_norm(const GroupNormArgs &);
-int32_t rms_norm_backward(const NormBackwardArgs &);
-int32_t layer_norm_backward(const NormBackwardArgs &);
-int32_t activation_backward(const ActivationBackwardArgs &);
-int32_t gated_backward(const GatedBackwardArgs &);
-int32_t cross_entropy(const CrossEntropyArgs &);
-int32_t cross_entropy_backward(const CrossEntropyArgs &);
-int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &);
-int32_t adamw_step(const AdamWArgs &);
-int32_t grad_norm(const GradNormArgs &);
-int32_t scale_grads(const ScaleGradsArgs &);
-int32_t softmax(const SoftmaxArgs &);
-int32_t softmax_backward(const SoftmaxArgs &);
-int32_t argmax(const ArgmaxArgs &);
-int32_t topk(const TopkArgs &);
-int32_t sample(const SampleArgs &);
-int32_t add_activation(const AddActivationArgs &);
-int32_t add_bias(const AddBiasArgs &);
-int32_t mul_add(const MulAddArgs &);
-int32_t broadcast_backward(const BroadcastBackwardArgs &);
-int32_t pair(const PairArgs &);
-int32_t log_probs(const LogProbsArgs &);
-int32_t balance(const BalanceArgs &);
-int32_t balance_backward(const BalanceArgs &);
-const char *simd_level();
-}  // namespace cpu
+// Declares, for the file that calls it, what both backends implement for an op. Each returns HFP_OK, or
+// a status after set_error().
+#define HFP_BACKENDS(name, Args)                                \
+  namespace hfp {                                               \
+  namespace cpu {                                               \
+  int32_t name(const Args &);                                   \
+  }                                                             \
+  namespace cuda {                                              \
+  int32_t name(const Args &, int device, void *stream);         \
+  }                                                             \
+  }
 
-namespace cuda {
-int32_t rms_norm(const RmsNormArgs &, int device, void *stream);
-int32_t layer_norm(const LayerNormArgs &, int device, void *stream);
-int32_t activation(const ActivationArgs &, int device, void *stream);
-int32_t gated(const GatedArgs &, int device, void *stream);
-int32_t fused_norm(const FusedNormArgs &, int device, void *stream);
-int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
-int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
-int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
-int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
-int32_t rms_norm_silu(const RmsNormSiluArgs &, int device, void *stream);
-int32_t group_norm(const GroupNormArgs &, int device, void *stream);
-int32_t rms_norm_backward(const NormBackwardArgs &, int device, void *stream);
-int32_t layer_norm_backward(const NormBackwardArgs &, int device, void *stream);
-int32_t activation_backward(const ActivationBackwardArgs &, int device, void *stream);
-int32_t gated_backward(const GatedBackwardArgs &, int device, void *stream);
-int32_t cross_entropy(const CrossEntropyArgs &, int device, void *stream);
-int32_t cross_entropy_backward(const CrossEntropyArgs &, int device, void *stream);
-int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &, int device, void *stream);
-int32_t adamw_step(const AdamWArgs &, int device, void *stream);
-int32_t grad_norm(const GradNormArgs &, int device, void *stream);
-int32_t scale_grads(const ScaleGradsArgs &, int device, void *stream);
-int32_t softmax(const SoftmaxArgs &, int device, void *stream);
-int32_t softmax_backward(const SoftmaxArgs &, int device, void *stream);
-int32_t argmax(const ArgmaxArgs &, int device, void *stream);
-int32_t topk(const TopkArgs &, int device, void *stream);
-int32_t sample(const SampleArgs &, int device, void *stream);
-int32_t add_activation(const AddActivationArgs &, int device, void *stream);
-int32_t add_bias(const AddBiasArgs &, int device, void *stream);
-int32_t mul_add(const MulAddArgs &, int device, void *stream);
-int32_t broadcast_backward(const BroadcastBackwardArgs &, int device, void *stream);
-int32_t pair(const PairArgs &, int device, void *stream);
-int32_t log_probs(const LogProbsArgs &, int device, void *stream);
-int32_t balance(const BalanceArgs &, int device, void *stream);
-int32_t balance_backward(const BalanceArgs &, int device, void *stream);
-}  // namespace cuda
+// Of a backend's function, what Check::run takes: null in a build without CUDA.
+#if defined(CUDA_KERNEL)
+#define HFP_CUDA(function) (&hfp::cuda::function)
+#else
+#define HFP_CUDA(function) nullptr
+#endif
+
+namespace cpu {
+const char *simd_level();
+}
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.
 int32_t set_error(int32_t status, const char *format, ...) __attribute__((format(printf, 2, 3)));

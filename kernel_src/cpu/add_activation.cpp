@@ -7,9 +7,10 @@
 namespace hfp {
 namespace cpu {
 
-int32_t add_activation(const AddActivationArgs &args) {
-  parallel(HFP_FOR_SIMD(add_activation_kernel)(args.type, args.activation), args,
-           args.x_rows.rows, rows_grain(args.x_rows.cols), 1);
+int32_t add_activation(const PointwiseArgs &args) {
+  const Input &x = args.in[0];
+  parallel(HFP_FOR_SIMD(add_activation_kernel)(x.type, args.activation), args, x.rows.rows,
+           rows_grain(x.rows.cols), 1);
   return HFP_OK;
 }
 
@@ -26,12 +27,13 @@ namespace cpu {
 namespace HFP_SIMD {
 
 template <DType T, int Activation>
-static void add_activation_rows(const AddActivationArgs &args, int64_t begin, int64_t end) {
-  const int64_t cols = args.x_rows.cols;
-  const char *bias = static_cast<const char *>(args.bias);
-  RowCursor x_row(args.x_rows, begin);
+static void add_activation_rows(const PointwiseArgs &args, int64_t begin, int64_t end) {
+  const Input &from = args.in[0];
+  const int64_t cols = from.rows.cols;
+  const char *bias = static_cast<const char *>(args.in[1].data);
+  RowCursor x_row(from.rows, begin);
   for (int64_t r = begin; r < end; ++r, x_row.next()) {
-    const char *x = at(args.x, x_row.offset(), T);
+    const char *x = at(from.data, x_row.offset(), T);
     char *out = at(args.out, r * cols, T);
     for (int64_t i = 0; i < cols; i += kLanes) {
       const int64_t n = cols - i < kLanes ? cols - i : kLanes, to = i * size_of(T);
@@ -41,7 +43,7 @@ static void add_activation_rows(const AddActivationArgs &args, int64_t begin, in
   }
 }
 
-using AddActivationKernel = void (*)(const AddActivationArgs &, int64_t, int64_t);
+using AddActivationKernel = void (*)(const PointwiseArgs &, int64_t, int64_t);
 
 template <DType T>
 static AddActivationKernel add_activation_choose(int activation) {

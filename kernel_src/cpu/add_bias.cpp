@@ -7,9 +7,9 @@
 namespace hfp {
 namespace cpu {
 
-int32_t add_bias(const AddBiasArgs &args) {
-  parallel(HFP_FOR_SIMD(add_bias_kernel)(args.type), args, args.x_rows.rows,
-           rows_grain(args.x_rows.cols), 1);
+int32_t add_bias(const PointwiseArgs &args) {
+  const Input &x = args.in[0];
+  parallel(HFP_FOR_SIMD(add_bias_kernel)(x.type), args, x.rows.rows, rows_grain(x.rows.cols), 1);
   return HFP_OK;
 }
 
@@ -25,14 +25,15 @@ namespace cpu {
 namespace HFP_SIMD {
 
 template <DType T>
-static void add_bias_rows(const AddBiasArgs &args, int64_t begin, int64_t end) {
-  const int64_t cols = args.x_rows.cols;
-  const bool added = args.residual != nullptr;
-  const char *bias = static_cast<const char *>(args.bias);
-  RowCursor x_row(args.x_rows, begin), residual_row(added ? args.residual_rows : args.x_rows, begin);
+static void add_bias_rows(const PointwiseArgs &args, int64_t begin, int64_t end) {
+  const Input &from = args.in[0], &summand = args.in[2];
+  const int64_t cols = from.rows.cols;
+  const bool added = summand.data != nullptr;
+  const char *bias = static_cast<const char *>(args.in[1].data);
+  RowCursor x_row(from.rows, begin), residual_row(added ? summand.rows : from.rows, begin);
   for (int64_t r = begin; r < end; ++r, x_row.next(), residual_row.next()) {
-    const char *x = at(args.x, x_row.offset(), T);
-    const char *residual = added ? at(args.residual, residual_row.offset(), T) : nullptr;
+    const char *x = at(from.data, x_row.offset(), T);
+    const char *residual = added ? at(summand.data, residual_row.offset(), T) : nullptr;
     char *out = at(args.out, r * cols, T);
     for (int64_t i = 0; i < cols; i += kLanes) {
       const int64_t n = cols - i < kLanes ? cols - i : kLanes, to = i * size_of(T);
@@ -43,7 +44,7 @@ static void add_bias_rows(const AddBiasArgs &args, int64_t begin, int64_t end) {
   }
 }
 
-using AddBiasKernel = void (*)(const AddBiasArgs &, int64_t, int64_t);
+using AddBiasKernel = void (*)(const PointwiseArgs &, int64_t, int64_t);
 
 static AddBiasKernel add_bias_kernel(DType type) {
   return type == DType::F32   ? add_bias_rows<DType::F32>

@@ -7,9 +7,10 @@
 namespace hfp {
 namespace cpu {
 
-int32_t gate_residual(const GateResidualArgs &args) {
-  parallel(HFP_FOR_SIMD(gate_residual_kernel)(args.type), args, args.x_rows.rows,
-           rows_grain(args.x_rows.cols), 1);
+int32_t gate_residual(const PointwiseArgs &args) {
+  const Input &x = args.in[2];
+  parallel(HFP_FOR_SIMD(gate_residual_kernel)(x.type), args, x.rows.rows, rows_grain(x.rows.cols),
+           1);
   return HFP_OK;
 }
 
@@ -25,19 +26,20 @@ namespace cpu {
 namespace HFP_SIMD {
 
 template <DType X>
-static void gate_residual_rows(const GateResidualArgs &args, int64_t begin, int64_t end) {
-  const int64_t cols = args.x_rows.cols;
-  const int64_t gate_size = size_of(args.gate_type), out_size = size_of(args.out_type);
-  RowCursor x_row(args.x_rows, begin), residual_row(args.residual_rows, begin);
-  RowCursor gate_row(args.gate_rows, begin);
+static void gate_residual_rows(const PointwiseArgs &args, int64_t begin, int64_t end) {
+  const Input &summand = args.in[0], &factor = args.in[1], &scaled = args.in[2];
+  const int64_t cols = scaled.rows.cols;
+  const int64_t gate_size = size_of(factor.type), out_size = size_of(args.out_type);
+  RowCursor x_row(scaled.rows, begin), residual_row(summand.rows, begin);
+  RowCursor gate_row(factor.rows, begin);
   for (int64_t r = begin; r < end; ++r, x_row.next(), residual_row.next(), gate_row.next()) {
-    const char *x = at(args.x, x_row.offset(), X);
-    const char *residual = at(args.residual, residual_row.offset(), X);
-    const char *gate = at(args.gate, gate_row.offset(), args.gate_type);
+    const char *x = at(scaled.data, x_row.offset(), X);
+    const char *residual = at(summand.data, residual_row.offset(), X);
+    const char *gate = at(factor.data, gate_row.offset(), factor.type);
     char *out = at(args.out, r * cols, args.out_type);
     for (int64_t i = 0; i < cols; i += kLanes) {
       const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      vf y = load_any(args.gate_type, gate + i * gate_size, n) *
+      vf y = load_any(factor.type, gate + i * gate_size, n) *
              load_up_to<X>(x + i * size_of(X), n);
       if (args.eager) y = round_any(args.out_type, y);
       y = load_up_to<X>(residual + i * size_of(X), n) + y;
@@ -46,7 +48,7 @@ static void gate_residual_rows(const GateResidualArgs &args, int64_t begin, int6
   }
 }
 
-using GateResidualKernel = void (*)(const GateResidualArgs &, int64_t, int64_t);
+using GateResidualKernel = void (*)(const PointwiseArgs &, int64_t, int64_t);
 
 static GateResidualKernel gate_residual_kernel(DType type) {
   return type == DType::F32   ? gate_residual_rows<DType::F32>

@@ -24,15 +24,9 @@ struct AddActivation {
 
 }  // namespace
 
-int32_t add_activation(const AddActivationArgs &a, int device, void *stream) {
-  Elementwise<2> e{};
-  e.out = a.out;
-  e.in[0] = a.x;
-  e.in[1] = a.bias;
-  e.rows[0] = a.x_rows;
-  e.rows[1].rows = e.rows[1].n2 = a.x_rows.rows;  // stride 0
-  e.rows[1].cols = a.x_rows.cols;
-  return launch_activation<AddActivation>(e, a.type, a.activation, device, stream);
+int32_t add_activation(const PointwiseArgs &a, int device, void *stream) {
+  const auto e = Elementwise<2>::of(a.out, a.in[0], a.in[1]);
+  return launch_activation<AddActivation>(e, a.in[0].type, a.activation, device, stream);
 }
 
 }  // namespace hfp::cuda

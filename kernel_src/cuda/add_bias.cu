@@ -27,20 +27,8 @@ struct AddBias {
 };
 
 template <int kCount>
-int32_t run(const AddBiasArgs &a, void *stream) {
-  Elementwise<kCount> e{};
-  e.out = a.out;
-  e.in[0] = a.x;
-  e.rows[0] = a.x_rows;
-  if constexpr (kCount == 3) {
-    e.in[1] = a.residual;
-    e.rows[1] = a.residual_rows;
-  }
-  Rows &bias = e.rows[kCount - 1];
-  e.in[kCount - 1] = a.bias;
-  bias.rows = bias.n2 = a.x_rows.rows;  // stride 0
-  bias.cols = a.x_rows.cols;
-  switch (a.type) {
+int32_t run(const Elementwise<kCount> &e, DType type, void *stream) {
+  switch (type) {
     case DType::F32: return launch_elementwise<float>(e, AddBias<kCount>{}, stream);
     case DType::F16: return launch_elementwise<__half>(e, AddBias<kCount>{}, stream);
     default: return launch_elementwise<__nv_bfloat16>(e, AddBias<kCount>{}, stream);
@@ -49,11 +37,13 @@ int32_t run(const AddBiasArgs &a, void *stream) {
 
 }  // namespace
 
-int32_t add_bias(const AddBiasArgs &a, int device, void *stream) {
-  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+int32_t add_bias(const PointwiseArgs &a, int device, void *stream) {
+  const Input &x = a.in[0], &bias = a.in[1], &residual = a.in[2];
+  if (x.rows.rows <= 0 || x.rows.cols <= 0) return HFP_OK;
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), "add_bias");
-  return a.residual != nullptr ? run<3>(a, stream) : run<2>(a, stream);
+  if (residual.data == nullptr) return run(Elementwise<2>::of(a.out, x, bias), x.type, stream);
+  return run(Elementwise<3>::of(a.out, x, residual, bias), x.type, stream);
 }
 
 }  // namespace hfp::cuda

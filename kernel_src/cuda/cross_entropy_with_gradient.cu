@@ -11,6 +11,9 @@
 #include "ordered.cuh"
 #include "row_cluster.cuh"
 
+HFP_BACKENDS(cross_entropy, CrossEntropyArgs)
+HFP_BACKENDS(cross_entropy_backward, CrossEntropyArgs)
+
 namespace hfp::cuda {
 namespace {
 

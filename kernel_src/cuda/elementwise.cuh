@@ -29,6 +29,12 @@ struct Elementwise {
   void *out;
   const void *in[kInputs];
   Rows rows[kInputs];  // the same rows and cols
+
+  // The inputs in the order of the kernel.
+  template <class... Inputs>
+  static Elementwise of(void *out, const Inputs &...inputs) {
+    return {out, {inputs.data...}, {inputs.rows...}};
+  }
 };
 
 template <class F>

@@ -4,9 +4,10 @@
 
 namespace hfp::cuda {
 
-int32_t gate_residual(const GateResidualArgs &a, int device, void *stream) {
-  Elementwise<3> e{a.out, {a.x, a.residual, a.gate}, {a.x_rows, a.residual_rows, a.gate_rows}};
-  return launch_mul_add<true>(e, a.type, a.gate_type, a.out_type, a.eager, device, stream);
+int32_t gate_residual(const PointwiseArgs &a, int device, void *stream) {
+  const Input &residual = a.in[0], &gate = a.in[1], &x = a.in[2];
+  const auto e = Elementwise<3>::of(a.out, x, residual, gate);
+  return launch_mul_add<true>(e, x.type, gate.type, a.out_type, a.eager, device, stream);
 }
 
 }  // namespace hfp::cuda

@@ -3,9 +3,9 @@
 
 namespace hfp::cuda {
 
-int32_t mul_add(const MulAddArgs &a, int device, void *stream) {
-  Elementwise<3> e{a.out, {a.a, a.b, a.c}, {a.a_rows, a.b_rows, a.c_rows}};
-  return launch_mul_add<false>(e, a.type, a.param_type, a.out_type, a.eager, device, stream);
+int32_t mul_add(const PointwiseArgs &a, int device, void *stream) {
+  const auto e = Elementwise<3>::of(a.out, a.in[0], a.in[1], a.in[2]);
+  return launch_mul_add<false>(e, a.in[0].type, a.in[1].type, a.out_type, a.eager, device, stream);
 }
 
 }  // namespace hfp::cuda
