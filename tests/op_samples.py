@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hfpatch.capi.signatures import CONSTANTS
 from hfpatch.ops import OPS as FORMULAS
+from hfpatch.ops import Op
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
@@ -197,6 +198,21 @@ ROW32 = rows(3, dtype=F32, dense=True)
 TABLES = ("cos", "sin")
 FEW_ROWS = "a product of few rows is added up in another order"
 
+
+def of_example(op: Op) -> list[Sample]:
+    """With all tensors of an op's example and, where it may be called without some, with as few."""
+    assert op.example is not None
+    kinds = {("R", "D"): X, ("D",): W}
+    words = [part.split() for part in op.example.inputs.split(";")]
+    tensors = {name: kinds[tuple(dims)] for name, *dims in words}
+    needed = {name for kind, name in c_api.OPS[op.name].arguments if kind == "Tensor"}
+    few = {name: spec for name, spec in tensors.items() if name in needed}
+    return [
+        sample(op.name, **tensors),
+        *([sample(op.name, "alone", **few)] if few != tensors else []),
+    ]
+
+
 SAMPLES = [
     sample("rms_norm", x=X, weight=W, eps=1e-6, cast="input"),
     sample("rms_norm", "bias", x=X, weight=W32, bias=W32, eps=1e-6, weight_offset=1.0),
@@ -265,8 +281,7 @@ SAMPLES = [
         "rms_norm_silu", x=X, addend=W, weight=W32, scale=rows(1, "D"), shift=W, eps=1e-6,
     ),
     sample("rms_norm_silu", "bare", x=X, eps=1e-6),
-    sample("add_bias", x=X, bias=W, residual=X),
-    sample("add_bias", "alone", x=X, bias=W),
+    *(s for op in FORMULAS.values() if op.example is not None for s in of_example(op)),
     sample(
         "rms_norm_backward", grad=X, x=X, weight=W, eps=1e-6, weight_offset=0.0, cast=1, needs=1
     ),

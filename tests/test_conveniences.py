@@ -18,6 +18,7 @@ import zoo
 from torch import nn
 
 import hfpatch
+from hfpatch.ops import OPS
 from hfpatch.planning.plan import SKIP_KINDS, Plan, Skip
 from hfpatch.report import Report
 from hfpatch.text import meant
@@ -295,7 +296,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"kernels": {"rmsnorm": "local"}}, "unknown op `rmsnorm`. Did you mean `rms_norm`? The"),
         ({"kernels": {"RMS_norm": "local"}}, "Did you mean `rms_norm`?"),
-        ({"kernels": {"flash": "local"}}, "unknown op `flash`. The ops are: add_bias"),
+        ({"kernels": {"flash": "local"}}, f"unknown op `flash`. The ops are: {min(OPS)}"),
         ({"kernels": "locl"}, "unknown kernel source 'locl' for op `rms_norm`. Did you mean "
                               "`local`? Expected"),
         ({"kernels": ["pytorch"]}, "Did you mean `torch`?"),

@@ -1,4 +1,5 @@
-"""What is measured: one row per op. A new op is one `Case`, at the end of its group.
+"""What is measured: one row per op. A new op is one `Case`, at the end of its group, or has an
+example with its formula (`hfpatch.ops.base.Example`).
 
 `ours` is called with the kernel package and the inputs, every peer with the inputs alone. The
 inputs are written as in `hfpatch.bench.inputs`, the shapes are a kind of `hfpatch.bench.shapes`.
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from hfpatch.bench import formulas, liger
 from hfpatch.bench.formulas import EPS
+from hfpatch.ops import OPS, Op
 
 Function = Callable[..., Any]
 Mode = Literal["forward", "backward", "train"]
@@ -56,6 +58,18 @@ class Case:
     @property
     def op(self) -> str:
         return self.name.split()[0]
+
+
+def case_of(op: Op) -> Case:
+    """What is measured of an op that has an example."""
+    assert op.example is not None
+    return Case(
+        op.name,
+        op.example.inputs,
+        op.example.shapes,
+        lambda kernels, *inputs: getattr(kernels, op.name)(*inputs),
+        op.example.eager,
+    )
 
 
 NORMS = (
@@ -426,13 +440,7 @@ POINTWISE = (
         lambda x, b: formulas.gelu_tanh(x + b),
     ),
     Case("add_silu", "x R D; bias D", "wide", lambda k, *a: k.add_silu(*a), formulas.add_silu),
-    Case(
-        "add_bias",
-        "x R D; bias D; residual R D",
-        "videos",
-        lambda k, *a: k.add_bias(*a),
-        formulas.add_bias,
-    ),
+    *(case_of(op) for op in OPS.values() if op.example is not None),
     Case(
         "mul_add",
         "a B S D; b B 1 D; c B 1 D",

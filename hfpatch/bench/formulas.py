@@ -293,10 +293,6 @@ def add_silu(x: Tensor, bias: Tensor) -> Tensor:
     return F.silu(x + bias)
 
 
-def add_bias(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return x + bias + residual
-
-
 def mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return a * b + c
 

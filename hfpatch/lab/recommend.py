@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from hfpatch.lab.experience import Entry
+from hfpatch.ops import OPS
 
 #: What an entry that shares it counts.
 _OP, _FAMILY, _BOTTLENECK, _BACKEND, _CHIP, _ARCH = 4.0, 2.0, 3.0, 1.0, 2.0, 1.0
+_POINTWISE = {op.name for op in OPS.values() if op.reference.__module__.endswith(".pointwise")}
 #: Ops that teach about each other.
 _FAMILIES = (
     {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "norm_modulate", "group_norm",
@@ -17,7 +19,7 @@ _FAMILIES = (
     {"softmax", "cross_entropy", "argmax", "topk", "sample"},
     {"rms_norm_backward", "layer_norm_backward", "mul_add_backward", "add_silu_backward",
      "add_gelu_backward", "softmax_backward"},
-    {"mul_add", "add_bias", "add_gelu", "add_silu", "gated_silu", "gate_residual", "copy"},
+    {*_POINTWISE, "gated_silu", "gate_residual", "copy"},
     {"rope", "rope_qk", "qk_norm_rope"},
     {"gemm", "batched_gemm", "matmul", "decode_product"},
     {"attention", "decode_attention"},

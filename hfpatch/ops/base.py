@@ -15,6 +15,22 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
+class Example:
+    """A call of an op by tensors alone, of which a benchmark and tests are made.
+
+    Attributes:
+        inputs: its tensors as `hfpatch.bench.inputs` writes them, those that may be left out last:
+            "x R D" has rows, "bias D" is a vector of their columns.
+        shapes: a kind of `hfpatch.bench.shapes`: the sizes that are measured.
+        eager: the formula as models write it, each step rounded: what it is measured against.
+    """
+
+    inputs: str
+    shapes: str
+    eager: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Op:
     """One op. Kernels attach to it by name and are called with the reference's own signature.
 
@@ -35,6 +51,8 @@ class Op:
             function is called.
         scratch: how many tensors the raw operator returns behind those of `reference`: memory that
             the kernel works in.
+        example: for ops whose benchmark and test samples follow from their tensors; None: they are
+            rows of `hfpatch.bench.cases` and `tests/op_samples.py`.
     """
 
     name: str
@@ -44,6 +62,7 @@ class Op:
     beats_single_kernel: frozenset[str] = frozenset()
     direct: bool = True
     scratch: int = 0
+    example: Example | None = None
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

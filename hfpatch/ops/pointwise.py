@@ -6,7 +6,7 @@ from typing import Any
 
 from hfpatch.ops.activation import APPROXIMATIONS, activate, activate_aten, encode_gelu, encode_silu
 from hfpatch.ops.adaln import broadcast, encode_gate_residual
-from hfpatch.ops.base import Op, Tensor, compute_dtype
+from hfpatch.ops.base import Example, Op, Tensor, compute_dtype
 
 
 def add_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
@@ -77,7 +77,15 @@ def add_silu_aten(x: Tensor, bias: Tensor) -> Tensor:
     return activate_aten(x + bias, "silu")
 
 
-ADD_BIAS = Op("add_bias", add_bias, add_bias, encode_add_bias)
+ADD_BIAS = Op(
+    "add_bias",
+    add_bias,
+    add_bias,
+    encode_add_bias,
+    example=Example(
+        "x R D; bias D; residual R D", "videos", lambda x, bias, residual: x + bias + residual
+    ),
+)
 ADD_GELU = Op("add_gelu", add_gelu, add_gelu_aten, encode_gelu)
 ADD_SILU = Op("add_silu", add_silu, add_silu_aten, encode_silu)
 MUL_ADD = Op("mul_add", mul_add, mul_add, encode_gate_residual)

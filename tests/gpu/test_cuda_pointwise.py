@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples import SAMPLES, Sample
 from tolerances import assert_like
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from hfpatch.ops import OPS
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLS = [1, 17, 64, 127, 512, 1536, 2048, 3072, 12288, 20000]
+OF_EXAMPLES = [s for s in SAMPLES if s.op in OPS and OPS[s.op].example is not None]
 APPROXIMATIONS = ("none", "tanh", "sigmoid")
 
 
@@ -150,15 +152,29 @@ def test_gated_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sample", OF_EXAMPLES, ids=lambda s: s.id)
+def test_ops_with_examples(kernels_module: ModuleType, sample: Sample, dtype: torch.dtype) -> None:
+    """Rows whole and cut out of wider ones, the first tensor's otherwise than the next ones'."""
+    for cols in (1, 17, 96, 128, 256, 512, 4096, 9000):
+        for lead, wider in ((3, 37), cols), ((3, 9), 2 * cols + 1):
+            tensors, width = [], wider
+            for spec in sample.tensors.values():
+                if spec.per_row:
+                    tensors.append(randn(*lead, width, dtype=dtype)[..., -cols:])
+                    width = cols + 8
+                else:
+                    tensors.append(randn(cols, dtype=dtype))
+            expected = OPS[sample.op].reference(*tensors)
+            got = getattr(kernels_module, sample.op)(*tensors)
+            assert_like(got, expected, dtype, spare=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_between_convolutions(kernels_module: ModuleType, dtype: torch.dtype) -> None:
     k = kernels_module
     for cols in (1, 17, 96, 128, 256, 512, 4096, 9000):
         for x in (randn(3, 37, cols, dtype=dtype), randn(3, 9, 2 * cols + 1, dtype=dtype)):
             x, bias = x[..., -cols:], randn(cols, dtype=dtype)
-            residual = randn(*x.shape[:-1], cols + 8, dtype=dtype)[..., 8:]
-            for args in ((x, bias, residual), (x, bias, None)):
-                expected = OPS["add_bias"].reference(*args)
-                assert_like(k.add_bias(*args), expected, dtype, spare=3)
             modulations = [(s, s.flip(-1)) for s in layouts(3, x.shape[1], cols, dtype)]
             for scale, shift in ((None, None), *modulations):
                 for parameters in ((bias, randn(cols)), (None, None)):
