@@ -874,6 +874,17 @@ HFP_EXPORT int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor
   X(clip_grads, hfp_clip_grads, "none", "Tensor(a!)[] grads, Tensor total_norm, float max_norm")   \
   X(scale_grads, hfp_scale_grads, "none", "Tensor(a!)[] grads, Tensor factor")
 
+/*
+ * The same for functions that are no operators: they go by addresses that a tensor holds. Result rules
+ * besides: "own", as the function's comment says; "own?", that, or NULL.
+ */
+#define HFP_DECODE_TABLE(X)                                                                        \
+  X(decode_step, hfp_decode_step, "own?, own?, own",                                               \
+    "Tensor[] model, Tensor cache, Tensor? ids, Tensor? embeds, Tensor positions, Tensor? mask, "  \
+    "int most_keys, int threads")                                                                  \
+  X(decode_choose, hfp_decode_choose, "own, own?, own, workspace",                                 \
+    "Tensor logits, Tensor? ends, int pad")
+
 #ifdef __cplusplus
 }
 #endif

@@ -52,6 +52,8 @@ static int32_t dispatch(const char *name, const struct call *c) {
   if (strcmp(name, "hfp_cross_entropy_log_probs") == 0) return hfp_cross_entropy_log_probs(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->value[6].number, c->value[7].number, c->stream);
   if (strcmp(name, "hfp_load_balancing_loss") == 0) return hfp_load_balancing_loss(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->stream);
   if (strcmp(name, "hfp_load_balancing_loss_backward") == 0) return hfp_load_balancing_loss_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->stream);
+  if (strcmp(name, "hfp_decode_step") == 0) return hfp_decode_step(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, &c->value[3].list, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].tensor, c->value[9].integer, c->value[10].integer, c->stream);
+  if (strcmp(name, "hfp_decode_choose") == 0) return hfp_decode_choose(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->stream);
   fprintf(stderr, "no function %s\n", name);
   exit(2);
 }

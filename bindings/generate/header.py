@@ -46,7 +46,10 @@ class Parameter:
 @dataclass(frozen=True)
 class Function:
     """One function: `returns` is "status", "int" or "text"; `op` is its name in an op table,
-    `schema` its arguments there."""
+    `schema` its arguments there.
+
+    `operator`: an operator of torch is made of it; else it goes by addresses that a tensor holds.
+    """
 
     name: str
     returns: str
@@ -55,6 +58,7 @@ class Function:
     op: str = ""
     results: str = ""
     schema: str = ""
+    operator: bool = True
 
     @property
     def short(self) -> str:
@@ -100,9 +104,10 @@ def read_header(path: Path = HEADER) -> Header:
         HeaderError: a type of parameter is new, or an op table and a prototype disagree.
     """
     text = path.read_text(encoding="utf-8")
-    tables = {**_table(text, "HFP_OP_TABLE"), **_table(text, "HFP_LIST_OP_TABLE")}
+    operators = {**_table(text, "HFP_OP_TABLE"), **_table(text, "HFP_LIST_OP_TABLE")}
+    tables = {**operators, **_table(text, "HFP_DECODE_TABLE")}
     body = text[text.index("#ifdef __cplusplus") : text.index("#define HFP_IN_PLACE_TABLE")]
-    rows = tuple(op for op, _, _ in tables.values())
+    rows = tuple(op for op, _, _ in operators.values())
     functions = []
     doc, last_end = "", 0
     for match in re.finditer(f"{_COMMENT}|{_PROTOTYPE}", body):
@@ -110,7 +115,7 @@ def read_header(path: Path = HEADER) -> Header:
             doc = _plain(match["comment"])
             continue
         own = tables.pop(match["name"], None)
-        functions.append(_function(match, doc, own))
+        functions.append(_function(match, doc, own, match["name"] in operators))
         last_end = match.end()
     if tables:
         raise HeaderError(f"the op tables name functions without a prototype: {', '.join(tables)}")
@@ -142,7 +147,10 @@ def _table_text(text: str, name: str) -> str:
 
 
 def _function(
-    match: re.Match[str], doc: str, own: tuple[str, str, list[tuple[str, str]]] | None
+    match: re.Match[str],
+    doc: str,
+    own: tuple[str, str, list[tuple[str, str]]] | None,
+    operator: bool,
 ) -> Function:
     name = match["name"]
     returns = {"int32_t ": "status", "int64_t ": "int", "const char *": "text"}[match["type"]]
@@ -169,12 +177,17 @@ def _function(
             f"`{name}`: the op table says {outputs} results and {expected}, the prototype "
             f"{[(p.kind, p.name) for p in parameters]}"
         )
+    for i, rule in enumerate(results.split(",")[:outputs]):
+        p = parameters[i]
+        parameters[i] = Parameter(p.kind, p.name, rule.strip().endswith("?"))
     for i, (kind, _) in enumerate(arguments):
         p = middle[i]
         middle[i] = Parameter(p.kind, p.name, kind == "Tensor?", "!" in kind)
     parameters = [*parameters[:outputs], *middle, parameters[-1]]
     schema = ", ".join(f"{kind} {argument}" for kind, argument in arguments)
-    return Function(name, returns, tuple(parameters), doc, op, results, schema)
+    return Function(
+        name, returns, tuple(parameters), doc, op, results, schema, operator
+    )
 
 
 def _plain(comment: str) -> str:

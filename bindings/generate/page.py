@@ -46,6 +46,8 @@ _RULES = {
     "attended": "shape and dtype of the first tensor, the last dimension that of `v`",
     "balance": "fp32 `[2 E + 1]`",
     "balance_partials": "fp32 `[hfp_balance_parts(T) (2 E + 1)]`",
+    "own": "as above",
+    "own?": "as above, or `NULL`",
     "chunks": "fp32 `[hfp_norm_partials(tensors)]`",
 }
 

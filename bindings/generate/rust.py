@@ -104,10 +104,15 @@ def constants(header: Header) -> str:
 
 def _maybe(function: Function, i: int, p: Parameter) -> bool:
     """Whether a tensor may be left out: an optional input, or a result that may be unwanted."""
-    if p.kind == "tensor":
+    if p.kind == "tensor" or p.optional:
         return p.optional
     rule = function.results.split(",")[i].strip()
     return rule in ("dweight", "dbias", "partials") or "&" in rule or rule.startswith("sums=")
+
+
+def _unsafe(function: Function) -> bool:
+    """Whether it goes by addresses, which a view's borrow says nothing of."""
+    return bool(function.op) and not function.operator
 
 
 def _type(function: Function, i: int, p: Parameter) -> str:
@@ -137,8 +142,15 @@ def _op(function: Function) -> str:
             value = f"{p.name}.0"
         inside.append(f"            {value},\n")
     returns, wrap = ("i64", "size") if function.returns == "int" else ("()", "check")
+    doc, safety = f"\n/// `{function.name}`\n", ""
+    if _unsafe(function):
+        safety = "unsafe "
+        doc += (
+            "///\n/// # Safety\n/// The addresses that its tensors hold must lead to the memory "
+            "that docs/c-api.md asks for.\n"
+        )
     return (
-        f"\n/// `{function.name}`\npub fn {function.short}(\n{''.join(head)}) -> Result<{returns}> "
+        f"{doc}pub {safety}fn {function.short}(\n{''.join(head)}) -> Result<{returns}> "
         f"{{\n{''.join(before)}    {wrap}(unsafe {{\n        sys::{function.name}(\n"
         f"{''.join(inside)}        )\n    }})\n}}\n"
     )
@@ -172,7 +184,7 @@ def dispatch(header: Header) -> str:
                 value += ".as_mut()" if p.kind == "output" else ".as_ref()"
                 borrow = ""
             inside.append(f"            {borrow}{value},\n")
-        parts.append(
-            f'        "{function.name}" => {function.short}(\n{"".join(inside)}        ),\n'
-        )
+        made = f"{function.short}(\n{''.join(inside)}        )"
+        made = f"unsafe {{ {made} }}" if _unsafe(function) else made
+        parts.append(f'        "{function.name}" => {made},\n')
     return "".join([*parts, '        _ => panic!("no function {name}"),\n    }\n}\n'])

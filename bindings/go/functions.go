@@ -467,6 +467,25 @@ func LoadBalancingLossBackward(dlogits *Tensor, grad *Tensor, logits *Tensor, st
 	return message.check(status)
 }
 
+// DecodeStep is hfp_decode_step.
+func DecodeStep(logits *Tensor, hidden *Tensor, workspace *Tensor, model []*Tensor, cache *Tensor, ids *Tensor, embeds *Tensor, positions *Tensor, mask *Tensor, mostKeys int64, threads int64, stream Stream) error {
+	modelList, err := newList("model", model)
+	if err != nil {
+		return err
+	}
+	defer modelList.free()
+	var message message
+	status := C.go_hfp_decode_step(message.c(), logits.view(), logits.pointer(), hidden.view(), hidden.pointer(), workspace.view(), workspace.pointer(), modelList.c, cache.view(), cache.pointer(), ids.view(), ids.pointer(), embeds.view(), embeds.pointer(), positions.view(), positions.pointer(), mask.view(), mask.pointer(), C.int64_t(mostKeys), C.int64_t(threads), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// DecodeChoose is hfp_decode_choose.
+func DecodeChoose(ids *Tensor, counters *Tensor, text *Tensor, workspace *Tensor, logits *Tensor, ends *Tensor, pad int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_decode_choose(message.c(), ids.view(), ids.pointer(), counters.view(), counters.pointer(), text.view(), text.pointer(), workspace.view(), workspace.pointer(), logits.view(), logits.pointer(), ends.view(), ends.pointer(), C.int64_t(pad), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
 // GroupParts is hfp_group_parts: how large a buffer must be.
 func GroupParts(channels int64, positions int64, groups int64, channelsLast int64) (int64, error) {
 	var message message

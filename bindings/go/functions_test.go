@@ -56,4 +56,6 @@ var functions = map[string]any{
 	"hfp_cross_entropy_log_probs":      CrossEntropyLogProbs,
 	"hfp_load_balancing_loss":          LoadBalancingLoss,
 	"hfp_load_balancing_loss_backward": LoadBalancingLossBackward,
+	"hfp_decode_step":                  DecodeStep,
+	"hfp_decode_choose":                DecodeChoose,
 }

@@ -678,6 +678,42 @@ static int32_t go_hfp_load_balancing_loss_backward(char *message, const int64_t 
   return hfp_go_status(message, hfp_load_balancing_loss_backward(dlogits_there ? &dlogits : NULL, grad_there ? &grad : NULL, logits_there ? &logits : NULL, stats_there ? &stats : NULL, mask_there ? &mask : NULL, stream));
 }
 
+static int32_t go_hfp_decode_step(char *message, const int64_t *logits_view, void *logits_data, const int64_t *hidden_view, void *hidden_data, const int64_t *workspace_view, void *workspace_data, const HfpTensorList *model, const int64_t *cache_view, void *cache_data, const int64_t *ids_view, void *ids_data, const int64_t *embeds_view, void *embeds_data, const int64_t *positions_view, void *positions_data, const int64_t *mask_view, void *mask_data, int64_t most_keys, int64_t threads, void *stream) {
+  DLTensor logits;
+  const int logits_there = hfp_go_tensor(&logits, logits_view, logits_data);
+  DLTensor hidden;
+  const int hidden_there = hfp_go_tensor(&hidden, hidden_view, hidden_data);
+  DLTensor workspace;
+  const int workspace_there = hfp_go_tensor(&workspace, workspace_view, workspace_data);
+  DLTensor cache;
+  const int cache_there = hfp_go_tensor(&cache, cache_view, cache_data);
+  DLTensor ids;
+  const int ids_there = hfp_go_tensor(&ids, ids_view, ids_data);
+  DLTensor embeds;
+  const int embeds_there = hfp_go_tensor(&embeds, embeds_view, embeds_data);
+  DLTensor positions;
+  const int positions_there = hfp_go_tensor(&positions, positions_view, positions_data);
+  DLTensor mask;
+  const int mask_there = hfp_go_tensor(&mask, mask_view, mask_data);
+  return hfp_go_status(message, hfp_decode_step(logits_there ? &logits : NULL, hidden_there ? &hidden : NULL, workspace_there ? &workspace : NULL, model, cache_there ? &cache : NULL, ids_there ? &ids : NULL, embeds_there ? &embeds : NULL, positions_there ? &positions : NULL, mask_there ? &mask : NULL, most_keys, threads, stream));
+}
+
+static int32_t go_hfp_decode_choose(char *message, const int64_t *ids_view, void *ids_data, const int64_t *counters_view, void *counters_data, const int64_t *text_view, void *text_data, const int64_t *workspace_view, void *workspace_data, const int64_t *logits_view, void *logits_data, const int64_t *ends_view, void *ends_data, int64_t pad, void *stream) {
+  DLTensor ids;
+  const int ids_there = hfp_go_tensor(&ids, ids_view, ids_data);
+  DLTensor counters;
+  const int counters_there = hfp_go_tensor(&counters, counters_view, counters_data);
+  DLTensor text;
+  const int text_there = hfp_go_tensor(&text, text_view, text_data);
+  DLTensor workspace;
+  const int workspace_there = hfp_go_tensor(&workspace, workspace_view, workspace_data);
+  DLTensor logits;
+  const int logits_there = hfp_go_tensor(&logits, logits_view, logits_data);
+  DLTensor ends;
+  const int ends_there = hfp_go_tensor(&ends, ends_view, ends_data);
+  return hfp_go_status(message, hfp_decode_choose(ids_there ? &ids : NULL, counters_there ? &counters : NULL, text_there ? &text : NULL, workspace_there ? &workspace : NULL, logits_there ? &logits : NULL, ends_there ? &ends : NULL, pad, stream));
+}
+
 static int64_t go_hfp_group_parts(char *message, int64_t channels, int64_t positions, int64_t groups, int64_t channels_last) {
   return hfp_go_size(message, hfp_group_parts(channels, positions, groups, channels_last));
 }

@@ -1329,6 +1329,68 @@ class Library(Caller):
             stream,
         )
 
+    def decode_step(
+        self,
+        logits: Any,
+        hidden: Any,
+        workspace: Any,
+        model: Iterable[Any] | None,
+        cache: Any,
+        ids: Any,
+        embeds: Any,
+        positions: Any,
+        mask: Any,
+        most_keys: int,
+        threads: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_decode_step` of docs/c-api.md.
+
+        May be None: `logits`, `hidden`, `ids`, `embeds`, `mask`.
+        """
+        self.call(
+            "hfp_decode_step",
+            logits,
+            hidden,
+            workspace,
+            model,
+            cache,
+            ids,
+            embeds,
+            positions,
+            mask,
+            most_keys,
+            threads,
+            stream,
+        )
+
+    def decode_choose(
+        self,
+        ids: Any,
+        counters: Any,
+        text: Any,
+        workspace: Any,
+        logits: Any,
+        ends: Any,
+        pad: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_decode_choose` of docs/c-api.md.
+
+        May be None: `counters`, `ends`.
+        """
+        self.call(
+            "hfp_decode_choose",
+            ids,
+            counters,
+            text,
+            workspace,
+            logits,
+            ends,
+            pad,
+            stream,
+        )
+
     def group_parts(
         self,
         channels: int,

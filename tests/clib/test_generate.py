@@ -52,7 +52,7 @@ def test_check_names_what_is_not(copy: Path) -> None:
 
 def test_the_card_has_every_op_and_says_what_it_computes() -> None:
     """A forward op of the header is a row, with words of its function's docstring."""
-    header = HEADER.read_text(encoding="utf-8")
+    header, _ = HEADER.read_text(encoding="utf-8").split("#define HFP_DECODE_TABLE(X)")
     ops = re.findall(r'X\((\w+), hfp_\w+, "', header)
     forward = [op for op in ops if not op.endswith(("_backward", "_with_gradient"))]
     text = (ROOT / "CARD.md").read_text(encoding="utf-8")

@@ -87,9 +87,25 @@ def tensor_list(tensors: Iterable[Any]) -> HfpTensorList:
     return found
 
 
+class Addressed:
+    """An int64 tensor that holds addresses.
+
+    Args:
+        numbers: its elements, any number where an address comes.
+        leads_to: by place, the tensor whose address stands there.
+    """
+
+    def __init__(self, numbers: Iterable[int], leads_to: dict[int, torch.Tensor]) -> None:
+        device = next(iter(leads_to.values())).device
+        values = list(numbers)
+        for place, tensor in leads_to.items():
+            values[place] = tensor.data_ptr()
+        self.leads_to, self.table = leads_to, torch.tensor(values, device=device)
+
+
 @dataclass(frozen=True)
 class Op:
-    """One row of HFP_OP_TABLE or HFP_LIST_OP_TABLE.
+    """One row of HFP_OP_TABLE, HFP_LIST_OP_TABLE or HFP_DECODE_TABLE.
 
     `arguments` are (type, name) pairs such as ("Tensor?", "weight").
     """
@@ -126,6 +142,9 @@ def read_constants(header: Path = HEADER) -> dict[str, int]:
 
 OPS = read_ops()
 LIST_OPS = read_ops("HFP_LIST_OP_TABLE")
+DECODE_OPS = read_ops("HFP_DECODE_TABLE")
+#: All functions that return a status.
+CALLS = OPS | LIST_OPS | DECODE_OPS
 CONSTANTS = read_constants()
 
 
@@ -145,15 +164,27 @@ class Library:
         return self.capi.last_error()
 
     def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
-        """The status of a call, outputs first; torch tensors, DLTensors, lists, numbers or None."""
-        kept = [dltensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        kept = [tensor_list(a) if isinstance(a, (list, tuple)) else a for a in kept]
-        return self.capi.status((OPS | LIST_OPS)[name].function, *kept, stream)
+        """The status of a call, outputs first; torch tensors, DLTensors, lists, numbers, None, and
+        `Addressed`."""
+        return self.capi.status(CALLS[name].function, *map(passed, arguments), stream)
+
+    def size(self, name: str, *arguments: Any) -> int:
+        """What `hfp_…` says of how large a buffer must be; raises KernelError."""
+        return self.capi.size(name, *map(passed, arguments))
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
         status = self.status(name, *arguments, stream=stream)
         if status != CONSTANTS["HFP_OK"]:
             raise KernelError(status, self.last_error())
+
+
+def passed(value: Any) -> Any:
+    """What `capi` is given for an argument of `Library`."""
+    if isinstance(value, Addressed):
+        value = value.table
+    if isinstance(value, torch.Tensor):
+        return dltensor(value)
+    return tensor_list(value) if isinstance(value, (list, tuple)) else value
 
 
 @functools.cache  # a second copy would overwrite a library that is in use

@@ -1542,6 +1542,85 @@ pub fn load_balancing_loss_backward(
     })
 }
 
+/// `hfp_decode_step`
+///
+/// # Safety
+/// The addresses that its tensors hold must lead to the memory that docs/c-api.md asks for.
+pub unsafe fn decode_step(
+    logits: Option<&mut TensorViewMut>,
+    hidden: Option<&mut TensorViewMut>,
+    workspace: &mut TensorViewMut,
+    model: &[TensorView],
+    cache: &TensorView,
+    ids: Option<&TensorView>,
+    embeds: Option<&TensorView>,
+    positions: &TensorView,
+    mask: Option<&TensorView>,
+    most_keys: i64,
+    threads: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut logits = Raw::of(logits.map(|t| t.raw()));
+    let mut hidden = Raw::of(hidden.map(|t| t.raw()));
+    let mut workspace = workspace.raw();
+    let model = List::of(model);
+    let mut cache = cache.raw();
+    let mut ids = Raw::of(ids.map(|t| t.raw()));
+    let mut embeds = Raw::of(embeds.map(|t| t.raw()));
+    let mut positions = positions.raw();
+    let mut mask = Raw::of(mask.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_decode_step(
+            logits.pointer(),
+            hidden.pointer(),
+            workspace.pointer(),
+            &model.raw(),
+            cache.pointer(),
+            ids.pointer(),
+            embeds.pointer(),
+            positions.pointer(),
+            mask.pointer(),
+            most_keys,
+            threads,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_decode_choose`
+///
+/// # Safety
+/// The addresses that its tensors hold must lead to the memory that docs/c-api.md asks for.
+pub unsafe fn decode_choose(
+    ids: &mut TensorViewMut,
+    counters: Option<&mut TensorViewMut>,
+    text: &mut TensorViewMut,
+    workspace: &mut TensorViewMut,
+    logits: &TensorView,
+    ends: Option<&TensorView>,
+    pad: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut ids = ids.raw();
+    let mut counters = Raw::of(counters.map(|t| t.raw()));
+    let mut text = text.raw();
+    let mut workspace = workspace.raw();
+    let mut logits = logits.raw();
+    let mut ends = Raw::of(ends.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_decode_choose(
+            ids.pointer(),
+            counters.pointer(),
+            text.pointer(),
+            workspace.pointer(),
+            logits.pointer(),
+            ends.pointer(),
+            pad,
+            stream.0,
+        )
+    })
+}
+
 /// `hfp_group_parts`
 pub fn group_parts(
     channels: i64,
