@@ -25,10 +25,11 @@ int64_t workspace_of(const DecodeArgs &args, const char *function) {
 #endif
 }
 
-bool sized(Check &check, int64_t rows, int64_t tokens, int64_t threads) {
+// `what` it must be: so many rows and tokens.
+bool sized(Check &check, const char *what, int64_t rows, int64_t tokens, int64_t threads) {
   if (rows < 1 || tokens < 1 || rows > kMostQueries || tokens > kMostQueries ||
       rows * tokens > kMostQueries) {
-    return check.fail("`rows` * `tokens` must be from 1 to %lld, got %lld rows and %lld tokens",
+    return check.fail("%s from 1 to %lld, got %lld rows and %lld tokens", what,
                       static_cast<long long>(kMostQueries), static_cast<long long>(rows),
                       static_cast<long long>(tokens));
   }
@@ -55,12 +56,20 @@ bool mask_of(Check &check, const DLTensor *raw, const DLDevice &device, DecodeAr
                       static_cast<long long>(args->rows),
                       raw->ndim > 0 && raw->shape ? hfp::ShapeText(*raw).text : "another");
   }
+  int64_t bytes;
+  const uint64_t start = reinterpret_cast<uint64_t>(raw->data);
+  if (hfp::mul_overflows(raw->shape[0], raw->shape[1], &bytes) ||
+      raw->byte_offset > static_cast<uint64_t>(INT64_MAX) || start + raw->byte_offset < start) {
+    return check.fail("`mask` must span fewer than 2^63 bytes, got shape %s",
+                      hfp::ShapeText(*raw).text);
+  }
   const bool plain = !raw->strides || ((raw->shape[1] == 1 || raw->strides[1] == 1) &&
                                        (raw->shape[0] == 1 || raw->strides[0] == raw->shape[1]));
   if (!plain) return check.fail("`mask` must be contiguous, got a strided tensor");
   if (!raw->data) return check.fail("`mask` must point to data, got data == NULL");
   args->mask = static_cast<const uint8_t *>(hfp::data_of(raw));
   if (!check.pointer("mask", args->mask, raw->device)) return false;
+  check.reads_bytes("mask", args->mask, bytes);
   args->mask_width = raw->shape[1];
   return true;
 }
@@ -112,7 +121,7 @@ int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t t
   Check check(kName);
   DecodeModelReader reader(check, kName);
   DecodeArgs args = {};
-  if (!sized(check, rows, tokens, threads) || !reader.read(model, &args)) return check.status();
+  if (!sized(check, "`rows` * `tokens` must be", rows, tokens, threads) || !reader.read(model, &args)) return check.status();
   args.rows = rows;
   args.tokens = tokens;
   args.threads = threads;
@@ -141,7 +150,7 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
     check.fail("`most_keys` must be 0 or more");
     return check.status();
   }
-  if (!sized(check, args.rows, args.tokens, threads) || !reader.read(model, &args) ||
+  if (!sized(check, "`positions` must have a number of elements", args.rows, args.tokens, threads) || !reader.read(model, &args) ||
       !check.indices("positions", positions, 2, shape, &places)) {
     return check.status();
   }

@@ -58,6 +58,29 @@ bool fraction(Check &check, const char *name, double value) {
   return value <= 1 || check.fail("`%s` must be between 0 and 1, got %g", name, value);
 }
 
+// What the CPU can see of a text, before anything is written.
+bool text_of(Check &check, const hfp::Choice &choice) {
+  if (choice.rows == 0) return true;
+  for (int64_t row = 0; row < choice.rows; ++row) {
+    if (choice.text[row] < 1 || choice.text[row] == INT64_MAX) {
+      return check.fail("`text[%lld]` must be the number of a step, from 1 up, got %lld",
+                        static_cast<long long>(row), static_cast<long long>(choice.text[row]));
+    }
+  }
+  const char *const names[] = {"tokens", "`unfinished`", "report"};
+  const uint64_t elements[] = {sizeof(int64_t), 1, sizeof(int64_t)};
+  const bool needed[] = {true, choice.ends_count >= 0, false};
+  for (int64_t i = 0; i < 3; ++i) {
+    const uint64_t address = static_cast<uint64_t>(choice.text[choice.rows + i]);
+    if ((address == 0 && needed[i]) || address % elements[i] != 0) {
+      return check.fail("`text[%lld]` must be the aligned address of the text's %s, got %llu",
+                        static_cast<long long>(choice.rows + i), names[i],
+                        static_cast<unsigned long long>(address));
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -159,6 +182,7 @@ int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text, DLT
   args.x = a.data;
   args.type = a.type;
   args.rows = a.rows;
+  if (ids->device.device_type == kDLCPU && !text_of(check, args.choice)) return check.status();
   return check.run(chosen, args, &hfp::cpu::argmax, HFP_CUDA(argmax), stream);
 }
 

@@ -77,6 +77,8 @@ class Check {
               Tensor *tensor);
   // Notes that the call writes to `tensor`; `output`, `shaped` and `indices_apart` do it themselves.
   bool writes(const Tensor &tensor);
+  // Notes that it reads a contiguous tensor of bytes, which has no `Tensor`.
+  void reads_bytes(const char *name, const void *data, int64_t count);
   // A required contiguous int64 tensor of that shape; returns its elements in `data`. A result may
   // lie where an input does, which is read first.
   bool indices(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
@@ -396,6 +398,14 @@ inline bool Check::writes(const Tensor &tensor) {
     accesses_[count_++] = {tensor.name, nullptr, true, span_of(tensor)};
   }
   return true;
+}
+
+inline void Check::reads_bytes(const char *name, const void *data, int64_t count) {
+  if (count == 0 || count_ == kMaxAccesses) return;
+  Rows rows;
+  rows.rows = 1;
+  rows.cols = count;
+  accesses_[count_++] = {name, nullptr, false, Span(static_cast<const char *>(data), 1, rows, true)};
 }
 
 inline bool Check::disjoint() {

@@ -38,6 +38,18 @@ DecodeNorm norm_of(const HfpTensorList &model, int64_t place, int64_t mode, cons
 
 int64_t more(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Whether there are such addresses: all of a tensor of one or two dimensions, its rows contiguous,
+// spans fewer than 2^63 bytes.
+bool spans(const DLTensor &t, int64_t element) {
+  const int64_t last = t.shape[t.ndim - 1], rows = t.ndim == 2 ? t.shape[0] : 1;
+  const int64_t step = t.ndim == 2 && t.strides && rows > 1 ? t.strides[0] : last;
+  const uint64_t start = reinterpret_cast<uint64_t>(t.data);
+  int64_t reach, bytes;
+  return t.byte_offset <= static_cast<uint64_t>(INT64_MAX) && start + t.byte_offset >= start &&
+         !mul_overflows(rows - 1, step, &reach) && !add_overflows(reach, last, &reach) &&
+         !mul_overflows(reach, element, &bytes);
+}
+
 }  // namespace
 
 DecodeRope DecodeArgs::rope(int64_t i) const {
@@ -105,9 +117,14 @@ bool DecodeModelReader::host(const char *name, const DLTensor *raw, bool integer
     return check_.fail("`%s` must have at least %lld elements, got %lld", name,
                        static_cast<long long>(least), static_cast<long long>(raw->shape[0]));
   }
+  if (!spans(*raw, wanted.bits / 8)) {
+    return check_.fail("`%s` must span fewer than 2^63 bytes, got shape %s", name,
+                       ShapeText(*raw).text);
+  }
   if (!raw->data || reinterpret_cast<uint64_t>(data_of(raw)) % (wanted.bits / 8) != 0) {
     return check_.fail("`%s` must point to data that is aligned to its element size; copy it", name);
   }
+  if (!check_.pointer(name, data_of(raw), raw->device)) return false;
   *out = raw;
   return true;
 }
@@ -127,6 +144,7 @@ bool DecodeModelReader::tensor(int64_t layer, const char *part, const char *leaf
                                                   (raw->shape[ndim - 1] == 1 ||
                                                    raw->strides[ndim - 1] == 1)));
   if (plain && supported(raw->dtype, &type) && type == wanted && raw->data &&
+      spans(*raw, size_of(wanted)) && !checks_pointers() &&
       raw->device.device_type == device_.device_type &&
       (device_.device_type == kDLCPU || raw->device.device_id == device_.device_id) &&
       reinterpret_cast<uint64_t>(data_of(raw)) % static_cast<uint64_t>(size_of(wanted)) == 0) {
@@ -147,6 +165,7 @@ bool DecodeModelReader::tensor(int64_t layer, const char *part, const char *leaf
     return check_.fail("`%s` must have shape %s%s, got %s", name.text, text,
                        first < 0 || last < 0 ? " (-1: any size above 0)" : "", ShapeText(*raw).text);
   }
+  if (plain) return true;
   return check_.fail("`%s` must have contiguous rows that do not overlap, got another layout; copy it",
                      name.text);
 }
@@ -207,9 +226,15 @@ bool DecodeModelReader::norm_tensor(int64_t layer, const char *part, const char 
                      DecodeName(layer, part, leaf).text, static_cast<long long>(raw->strides[0]));
 }
 
+bool DecodeModelReader::none(int64_t layer, const char *part, const char *leaf, int64_t place) {
+  if (!at(place)) return true;
+  return check_.fail("`%s` must be NULL where the model has no `%s`, got a tensor",
+                     DecodeName(layer, part, leaf).text, DecodeName(layer, part, "").text);
+}
+
 bool DecodeModelReader::norm(int64_t layer, const char *part, int64_t mode, int64_t place,
                              int64_t width, const float *numbers, int64_t heads) {
-  if (mode == 0) return true;
+  if (mode == 0) return none(layer, part, "weight", place) && none(layer, part, "bias", place + 1);
   const int64_t kind = mode & ~static_cast<int64_t>(HFP_DECODE_NORM_ROUNDED);
   if (kind != HFP_DECODE_NORM_RMS && kind != HFP_DECODE_NORM_LAYER) {
     return check_.fail("`%s` must have a mode of 0, 1, 2, 5 or 6, got %lld",
@@ -228,11 +253,11 @@ bool DecodeModelReader::byte_rows(int64_t layer, const char *part, const DLTenso
   const bool there = w->data && w->device.device_type == kDLCPU && device_.device_type == kDLCPU;
   const bool shaped = w->ndim == 2 && w->shape && (out < 0 ? w->shape[0] > 0 : w->shape[0] == out) &&
                       w->shape[1] == in + kScaleBytes;
-  if (there && shaped &&
-      (!w->strides || (w->strides[1] == 1 && (w->shape[0] == 1 || w->strides[0] >= w->shape[1])))) {
-    return true;
-  }
   const DecodeName name(layer, part, "weight");
+  if (there && shaped && spans(*w, 1) &&
+      (!w->strides || (w->strides[1] == 1 && (w->shape[0] == 1 || w->strides[0] >= w->shape[1])))) {
+    return check_.pointer(name.text, data_of(w), w->device);
+  }
   if (!there) {
     return check_.fail("`%s` must be on the CPU with all of the model where it is int8, got another"
                        " device; give it in the dtype of `embedding`",
@@ -242,7 +267,7 @@ bool DecodeModelReader::byte_rows(int64_t layer, const char *part, const DLTenso
     return check_.fail("`%s` must have shape [%lld, %lld + 4] where it is int8 (-1: any size above 0),"
                        " got %s",
                        name.text, static_cast<long long>(out), static_cast<long long>(in),
-                       w->shape ? ShapeText(*w).text : "none");
+                       w->ndim == 2 && w->shape ? ShapeText(*w).text : "another number of sizes");
   }
   return check_.fail("`%s` must have contiguous rows that do not overlap, got another layout; copy it",
                      name.text);
@@ -286,7 +311,7 @@ bool DecodeModelReader::layer(int64_t i, DecodeSizes *sizes) {
                        DecodeName(i, "attention.heads", "").text, static_cast<long long>(key_heads),
                        static_cast<long long>(heads));
   }
-  if (p[kRope] >= 0 && 2 * at(kDecodeRopes + p[kRope])->shape[0] > dim) {
+  if (p[kRope] >= 0 && at(kDecodeRopes + p[kRope])->shape[0] > dim / 2) {
     return check_.fail("`ropes[%lld].inv_freq` must have at most %lld elements for layer %lld, got"
                        " %lld",
                        static_cast<long long>(p[kRope]), static_cast<long long>(dim / 2),
@@ -312,8 +337,11 @@ bool DecodeModelReader::layer(int64_t i, DecodeSizes *sizes) {
   const bool half = !at(place + kUp) && !at(place + kGate) && !at(place + kDown);
   if (!half && !product(i, "mlp.up", place + kUp, -1, x)) return false;
   const int64_t inner = half ? 0 : at(place + kUp)->shape[0];
-  ok = (half || product(i, "mlp.down", place + kDown, x, inner)) &&
-       (!at(place + kGate) || product(i, "mlp.gate", place + kGate, inner, x)) &&
+  ok = (half ? none(i, "mlp.up", "bias", place + kUp + 1) &&
+                   none(i, "mlp.down", "bias", place + kDown + 1)
+             : product(i, "mlp.down", place + kDown, x, inner)) &&
+       (at(place + kGate) ? product(i, "mlp.gate", place + kGate, inner, x)
+                          : none(i, "mlp.gate", "bias", place + kGate + 1)) &&
        (!at(place + kSinks) || tensor(i, "attention.sinks", "", at(place + kSinks), 1, heads, 0));
   if (!ok) return false;
   sizes->qkv = more(sizes->qkv, (heads + 2 * key_heads) * dim);
@@ -402,7 +430,8 @@ bool DecodeModelReader::read(const HfpTensorList *model, DecodeArgs *args) {
 
 bool DecodeModelReader::apart(const char *name, const Tensor &result) const {
   const char *begin = result.data, *end = begin + result.numel * size_of(result.type);
-  for (int64_t i = kDecodeEmbedding; i < model_->count; ++i) {
+  // The plan and the numbers lie on the CPU wherever the model does.
+  for (int64_t i = args_->on_cpu ? kDecodePlan : kDecodeEmbedding; i < model_->count; ++i) {
     const DLTensor *t = at(i);
     if (!t) continue;
     const int64_t rows = t->ndim == 2 ? t->shape[0] : 1, last = t->shape[t->ndim - 1];

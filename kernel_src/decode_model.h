@@ -68,6 +68,8 @@ class DecodeModelReader {
   bool addresses(int64_t layer, const char *part, const char *leaf, const DLTensor *raw,
                  int64_t heads);
   bool product(int64_t layer, const char *part, int64_t place, int64_t out, int64_t in);
+  // That nothing stands there: it would be read by nobody, and looked at by nobody.
+  bool none(int64_t layer, const char *part, const char *leaf, int64_t place);
   // A weight of 8-bit integers.
   bool byte_rows(int64_t layer, const char *part, const DLTensor *w, int64_t out, int64_t in);
   bool layer(int64_t i, DecodeSizes *sizes);

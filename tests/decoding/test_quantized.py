@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_samples import rows_of_numbers
 from decoding.families import make, prompts
 from support.decoders import decoder, random_shape, table
 from support.engines import SMALL, arguments, check, padded, pass_held_to
@@ -24,12 +25,6 @@ from hfpatch.decoding.spec import Model
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def rows_of_numbers(rows: Tensor) -> Tensor:
-    """The weight [out, in] that such rows stand for, in fp32."""
-    scale = rows[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return rows[:, :-4].float() * scale
 
 
 def as_numbers(model: Model) -> Model:

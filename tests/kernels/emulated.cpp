@@ -1,8 +1,9 @@
 // emulated.cpp: calls the C interface for a process of another architecture (emulated.py), which
 // sends each call, with the memory that it may touch, to stdin, and reads the memory from stdout.
 //
-// A call: length and name; number of buffers, each its address there, size and bytes; then the
-// arguments in the order of the C function, without the stream. Numbers are 8 bytes, little-endian.
+// A call: length and name; number of buffers, each its address there, size and bytes; how many
+// words of that memory hold addresses, and where; then the arguments in the order of the C function,
+// without the stream. Numbers are 8 bytes, little-endian.
 #include <unistd.h>
 
 #include <cstdint>
@@ -15,6 +16,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "hfpatch.h"
@@ -61,7 +63,14 @@ struct Buffer {
 // One call's arguments; deques, for what they hold is pointed to.
 class Call {
  public:
-  Call() : buffers_(number<int64_t>()) {}
+  Call() : buffers_(number<int64_t>()) {
+    for (int64_t left = number<int64_t>(); left > 0; --left) {
+      words_.emplace_back(static_cast<uint64_t *>(local(number<uint64_t>())), 0);
+      auto &[word, before] = words_.back();
+      before = *word;
+      *word = reinterpret_cast<uint64_t>(local(before));
+    }
+  }
 
   template <class T>
   T get() {
@@ -77,6 +86,7 @@ class Call {
   }
 
   void answer(int64_t result, const std::string &words) const {
+    for (const auto &[word, before] : words_) *word = before;
     const int64_t length = static_cast<int64_t>(words.size());
     give(&result, sizeof result);
     give(&length, sizeof length);
@@ -127,6 +137,7 @@ class Call {
   }
 
   std::deque<Buffer> buffers_;
+  std::vector<std::pair<uint64_t *, uint64_t>> words_;  // with what stood there
   std::deque<DLTensor> tensors_;
   std::deque<std::vector<int64_t>> numbers_;
   std::deque<std::vector<DLTensor *>> members_;
@@ -153,8 +164,9 @@ int main() {
       {"hfp_group_parts", reading(hfp_group_parts)},
       {"hfp_gemm_workspace", reading(hfp_gemm_workspace)},
       {"hfp_balance_parts", reading(hfp_balance_parts)},
+      {"hfp_decode_workspace", reading(hfp_decode_workspace)},
 #define HFP_ROW(name, function, result, schema) {#function, reading(function)},
-      HFP_OP_TABLE(HFP_ROW) HFP_LIST_OP_TABLE(HFP_ROW)
+      HFP_OP_TABLE(HFP_ROW) HFP_LIST_OP_TABLE(HFP_ROW) HFP_DECODE_TABLE(HFP_ROW)
 #undef HFP_ROW
   };
   for (;;) {

@@ -92,6 +92,7 @@ class _Message:
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
+        self._words: list[int] = []  # where addresses stand in that memory
         self._arguments: list[bytes] = []
 
     def _numbers(self, *values: int) -> None:
@@ -109,6 +110,11 @@ class _Message:
             self._tensor(dltensor(value), _storage(value))
         elif isinstance(value, DLTensor):
             self._tensor(value, _extent(value))
+        elif isinstance(value, c_api.Addressed):
+            self._tensor(dltensor(value.table), _storage(value.table))
+            for place, led_to in value.leads_to.items():
+                self.ranges += filter(None, [_storage(led_to)])
+                self._words.append(value.table.data_ptr() + 8 * place)
         elif isinstance(value, HfpTensorList):
             self._list([value.tensors[i].contents for i in range(value.count)])
         else:
@@ -136,6 +142,7 @@ class _Message:
         for start, end in self.ranges:
             yield struct.pack("<QQ", start, end - start)
             yield ctypes.string_at(start, end - start)
+        yield struct.pack(f"<{len(self._words) + 1}Q", len(self._words), *self._words)
         yield from self._arguments
 
 
@@ -177,7 +184,7 @@ class Emulated(c_api.Library):
         return self._text
 
     def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
-        op = (c_api.OPS | c_api.LIST_OPS)[name]
+        op = c_api.CALLS[name]
         kinds = ["Tensor"] * op.outputs + [kind for kind, _ in op.arguments]
         # As ctypes makes them by the function's signature.
         given = [
@@ -188,6 +195,12 @@ class Emulated(c_api.Library):
         if status == c_api.CONSTANTS["HFP_OK"]:
             self.called.add(name)
         return status
+
+    def size(self, name: str, *arguments: Any) -> int:
+        found, text = self.exchange(name, arguments)
+        if found < 0:
+            raise c_api.KernelError(found, text)
+        return found
 
     def exchange(self, function: str, arguments: Any) -> tuple[int, str]:
         """What a C function returns, and its message; tensors are changed in place."""
