@@ -4,7 +4,8 @@
 failing test: before each call the journal says which. Every argument of every sample, and the first
 and last tensor of every list, is made bad in every way of `TENSOR_FAULTS`, `LIST_FAULTS` and
 `NUMBER_FAULTS` in turn; then hypothesis combines several. A new op is covered by its row in one of
-the tables of samples.
+the tables of samples. Of a decoding step's model it is every tensor, and every number of its
+description.
 
 Memory: tensors lie in the middle of larger buffers, and no fault that a call may accept reaches
 beyond those; what would (huge shapes and strides) must be refused because it overflows.
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from c_api import (
     CONSTANTS,
+    Addressed,
     DLDataType,
     DLDevice,
     DLTensor,
@@ -40,6 +42,7 @@ from c_api import (
     dltensor,
     int64_array,
 )
+from decode_samples import BY_ID as DECODE_SAMPLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from list_samples import LISTS_BY_ID, LISTS_OF_DTYPES, ListSample
@@ -50,9 +53,18 @@ MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Numbers that may have any value, or an infinite one.
 FREE_NUMBERS = {"ignore_index", "top_k", "max_norm", "window"}
-FREE_NUMBERS |= {"gate_min", "gate_max", "up_min", "up_max"}
+FREE_NUMBERS |= {"gate_min", "gate_max", "up_min", "up_max", "most_keys", "pad"}
 #: Arguments that may have these types too, in the words of the faults.
-FREE_TYPES = {("attention", "mask"): {"type 1:8x1", "type 6:8x1"}}
+FREE_TYPES = {(op, "mask"): {"type 1:8x1", "type 6:8x1"} for op in ("attention", "decode_step")}
+#: Samples of the decoding functions, each with the dtypes in which it is tried.
+DECODING = {
+    "decode_step-": [torch.bfloat16],
+    "decode_step-masked": DTYPES,
+    "decode_step-both-norms": [torch.float32],
+    "decode_step-bytes": [torch.float16],
+    "decode_choose-ends": DTYPES,
+    "decode_choose-": [torch.float32],
+}
 
 
 class Placed:
@@ -272,14 +284,15 @@ class Call:
                 for i in range(dimensions if fault.per_dimension else 1):
                     arguments = self.arguments()
                     must = fault.apply(_at(arguments, place), i)
-                    refused = must and self._read(at) and not self._may(at, fault)
+                    refused = must and self._read(at) and not self._may(place, fault)
                     yield f"{name}: {fault.name} of {i}", arguments, refused
 
     def _read(self, at: int) -> bool:
         """Not of a gradient that `needs` does not ask for."""
         return at >= len(self.outs) or self.outs[at].tensor.numel() > 0
 
-    def _may(self, at: int, fault: Fault) -> bool:
+    def _may(self, place: Place, fault: Fault) -> bool:
+        at, _ = place
         if at in self.any_size and fault.name == "size 0":
             return True
         return fault.name in FREE_TYPES.get((self.sample.op, self.names[at]), ())
@@ -353,11 +366,130 @@ class ListCall(Call):
         """Whether nothing belongs to the tensors of the list."""
         return sum(kind.endswith("[]") for kind in self.kinds) == 1
 
-    def _may(self, at: int, fault: Fault) -> bool:
+    def _may(self, place: Place, fault: Fault) -> bool:
         """Another shape is as good."""
-        return (
-            self._alone() and self.kinds[at].endswith("[]") and fault.name in ("ndim 0", "size 0")
-        )
+        listed = self.kinds[place[0]].endswith("[]")
+        return self._alone() and listed and fault.name in ("ndim 0", "size 0")
+
+
+class DecodeCall(Call):
+    """The same of a function that goes by addresses, which are those of buffers here too.
+
+    On the CPU numbers of the tables and of the model's description are made bad as well, where no
+    valid address would then lead to less memory than is read. On a GPU a call must be one that is
+    refused before anything is launched: what the kernels read there by address nobody has checked.
+    """
+
+    def __init__(self, sample: Any, dtype: torch.dtype, library: Library, device: str) -> None:
+        self.library, self.device = library, device
+        made = sample.make(dtype, library.size, device)
+        led: dict[int, Placed] = {}
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, Addressed):
+                led.update((i, Placed(t.nan_to_num(0.5))) for i, t in value.leads_to.items())
+                table = value.table.clone()
+                for i, memory in led.items():
+                    table[i] = memory.tensor.data_ptr()
+                return table
+            return value
+
+        given = [placed(value) for value in made.arguments]
+        outs = [None if t is None else Placed(t) for t in given[: sample.schema.outputs]]
+        self._take(sample, outs, tuple(given[sample.schema.outputs :]))
+        self.scratch = made.scratch
+        if self.op.name == "decode_choose":  # counters and ends
+            self.any_size = {1, 5}
+        self.written = [*filter(None, self.outs), *led.values()]
+        self.meant = [o.tensor for i, o in enumerate(self.outs) if o and i != self.scratch]
+        self.meant += [memory.tensor for memory in led.values()]
+        self.expected = []
+        assert library.status(self.op.name, *self.arguments()) == OK, library.last_error()
+        self.expected = [t.clone() for t in self.meant]
+        self.reset()
+
+    def places(self) -> Iterator[Place]:
+        for at, value in enumerate((*self.outs, *self.inputs)):
+            if isinstance(value, list):
+                yield from ((at, i) for i, member in enumerate(value) if member is not None)
+            else:
+                yield at, None
+
+    def singles(self) -> Iterator[tuple[str, list[Any], bool]]:
+        for found in super().singles():
+            if self.device == "cpu" or found[2]:
+                yield found
+        for at, kind in enumerate(self.kinds):
+            if kind != "Tensor[]":
+                continue
+            for fault, change in LIST_FAULTS.items():
+                if fault == "NULL last" and self.arguments()[at][-1] is None:
+                    continue
+                arguments = self.arguments()
+                arguments[at] = change(arguments[at])
+                # the last one is what a model may be without
+                yield f"{self.names[at]}: {fault}", arguments, fault != "NULL last"
+        if self.device == "cpu":
+            yield from self._missing()
+            yield from self._numbers()
+
+    def _missing(self) -> Iterator[tuple[str, list[Any], bool]]:
+        """Calls without one tensor of the model, which it may do without, or not."""
+        for at, member in self.places():
+            if member is not None:
+                arguments = self.arguments()
+                arguments[at][member] = None
+                yield f"{self.name_of((at, member))} = NULL", arguments, member < 4
+
+    def _numbers(self) -> Iterator[tuple[str, list[Any], bool]]:
+        """Calls in which one element of a tensor of numbers is another one."""
+        for place in self.places():
+            value = _at([*self.outs, *self.inputs], place)
+            name = self.name_of(place)
+            if not isinstance(value, Placed) or place[0] == self.scratch:
+                continue
+            tensor = value.tensor
+            described = place[1] is not None and place[1] < 2  # plan and numbers
+            if not (described or tensor.dtype == torch.int64):
+                continue
+            faults = NUMBER_FAULTS["float" if tensor.is_floating_point() else "int"]
+            for i in range(tensor.numel()):
+                for number in faults:
+                    if self._leads_away(name, i, number, tensor.numel()):
+                        continue
+                    arguments = self.arguments()
+                    other = Placed(tensor)
+                    flat = other.tensor.view(-1)
+                    flat[i] = float("inf") * number if abs(number) > 1e200 else number
+                    view = other.view()
+                    view.keep = other  # type: ignore[attr-defined]  # as long as the view
+                    if place[1] is None:
+                        arguments[place[0]] = view
+                    else:
+                        arguments[place[0]][place[1]] = view
+                    yield f"{name}[{i}] = {number}", arguments, False
+
+    def _leads_away(self, name: str, i: int, number: int, count: int) -> bool:
+        """Whether a number would be taken for an address, or for a capacity, that is not there."""
+        if name == "cache":
+            return i > 0 and not (i % 3 == 0 and number < 0)
+        return self.op.name == "decode_choose" and name == "result 2" and i >= count - 3
+
+    def _may(self, place: Place, fault: Fault) -> bool:
+        value = _at([*self.outs, *self.inputs], place)
+        bytes_ = isinstance(value, Placed) and value.tensor.element_size() == 1
+        if bytes_ and fault.name in ("data + 1 byte", "byte_offset 1"):
+            return True
+        return super()._may(place, fault)
+
+    def combined(self, rng: random.Random) -> tuple[str, list[Any]]:
+        """Tables stay as they are: shifted ones hold other addresses."""
+        tables = {at for at, name in enumerate(self.names) if name in ("cache", "result 2")}
+        for _ in range(20):
+            text, arguments = super().combined(rng)
+            if not any(f"{self.names[at]}: byte_offset" in text for at in tables):
+                return text, arguments
+        return "nothing", self.arguments()
 
 
 class Fuzzer:
@@ -380,7 +512,9 @@ class Fuzzer:
         # A faulty device may be one that this build has no kernels for.
         known = (INVALID, CONSTANTS["HFP_NOT_AVAILABLE"])
         assert status in known, f"{what}: status {status}, {message}"
-        pattern = rf"{call.op.function}: (`\w+(\[\d+\])?` must .*|this build has no CUDA kernels.*)"
+        # of a model: `layers[0].attention.q.weight`
+        name = r"\w+(\[\d+\])?(\.\w+)*"
+        pattern = rf"{call.op.function}: (`{name}` must .*|this build has no CUDA kernels.*)"
         assert re.fullmatch(pattern, message), f"{what}: {message!r}"
         self.count["refused"] += 1
         return True
@@ -424,8 +558,16 @@ def main() -> None:
     calls += [
         (ListCall(LISTS_BY_ID[name], t, package, options.device), t) for name, t in LISTS_OF_DTYPES
     ]
-    for call, dtype in calls:
+    decoding = [
+        (DecodeCall(DECODE_SAMPLES[name], t, fuzzer.library, options.device), t)
+        for name, dtypes in DECODING.items()
+        for t in dtypes
+        if options.device == "cpu" or not name.endswith("bytes")
+    ]
+    for call, dtype in (*calls, *decoding):
         fuzzer.one_by_one(call, dtype)
+    if options.device == "cpu":
+        calls += decoding
 
     @settings(
         max_examples=options.examples, deadline=None, database=None, derandomize=True,
