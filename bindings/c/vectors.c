@@ -176,15 +176,21 @@ static void tensor(char *rest) {
   dtype.bits = (uint8_t)strtol(at, &at, 10);
   size = strtoll(at, &at, 10);
   data = get_shared((size_t)size);
-  bytes_of(strrchr(rest, ' ') + 1, data);
+  at = strrchr(rest, ' ') + 1;
+  if (strcmp(at, "zeros") == 0) {
+    memset(data, 0, (size_t)size);
+  } else {
+    bytes_of(at, data);
+  }
   memory_size[tensor_count] = (size_t)size;
-  view(at + 3, data, dtype);
+  view(strchr(rest, '|') + 2, data, dtype);
 }
 
 static double element(int index, int64_t i) {
   const DLDataType dtype = tensors[index].dtype;
   const char *data = memory[index];
   if (dtype.code == kDLFloat && dtype.bits == 32) return ((const float *)data)[i];
+  if (dtype.bits == 8) return ((const uint8_t *)data)[i];
   if (dtype.code == kDLInt) return (double)((const int64_t *)data)[i];
   uint16_t half;
   memcpy(&half, data + 2 * i, sizeof half);
@@ -288,6 +294,12 @@ static void line(const char *word, char *rest) {
     strtol(at, &at, 10);
     const int of = (int)strtol(at, &at, 10);
     view(at + 3, memory[of], tensors[of].dtype);
+  } else if (strcmp(word, "host") == 0) {
+    tensors[atoi(rest)].device.device_type = kDLCPU;
+  } else if (strcmp(word, "address") == 0) {
+    char *at = rest;
+    const int table = (int)strtol(at, &at, 10), place = (int)strtol(at, &at, 10);
+    ((uint64_t *)memory[table])[place] = (uint64_t)(uintptr_t)tensors[atoi(at)].data;
   } else if (strcmp(word, "null") == 0) {
     ++call.count;
   } else if (strcmp(word, "float") == 0) {

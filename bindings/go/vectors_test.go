@@ -20,7 +20,8 @@ type vector struct {
 	status                  int
 	memory                  [][]uint64 // of 64 bits, so that every dtype is aligned
 	tensors                 []*Tensor
-	of                      []int // the memory of each tensor
+	of                      []int   // the memory of each tensor
+	offsets                 []int64 // where in it the tensor begins, in bytes
 	values                  []any
 	expected                []expectation
 	allocated               []*Tensor
@@ -58,12 +59,13 @@ func floatOf(text string) float64 {
 
 func (v *vector) view(memory int, dtype DType, parts []string) {
 	sizes := integers(parts[0])[1:]
-	offset := integers(parts[2])[0]
-	data := unsafe.Add(unsafe.Pointer(&v.memory[memory][0]), offset*dtype.Bits/8)
+	offset := integers(parts[2])[0] * dtype.Bits / 8
+	data := unsafe.Add(unsafe.Pointer(&v.memory[memory][0]), offset)
 	tensor := newTensor(data, dtype, CPU, sizes, integers(parts[1]))
 	tensor.goes = true
 	v.tensors = append(v.tensors, tensor)
 	v.of = append(v.of, memory)
+	v.offsets = append(v.offsets, offset)
 }
 
 // inC is a tensor's copy in memory of C, for a list.
@@ -74,7 +76,7 @@ func (v *vector) inC(index int) *Tensor {
 	v.memory[v.of[index]] = unsafe.Slice((*uint64)(data.data), len(of))
 	v.allocated = append(v.allocated, data)
 	tensor := *v.tensors[index]
-	tensor.data, tensor.goes = data.data, false
+	tensor.data, tensor.goes = unsafe.Add(data.data, v.offsets[index]), false
 	return &tensor
 }
 
@@ -85,7 +87,10 @@ func (v *vector) line(word, rest string) {
 	case "tensor":
 		parts := strings.Split(rest, " | ")
 		head := integers(parts[0])
-		data := bytesOf(parts[4])
+		data := make([]byte, head[3])
+		if parts[4] != "zeros" {
+			copy(data, bytesOf(parts[4]))
+		}
 		memory := make([]uint64, len(data)/8+1)
 		copy(unsafe.Slice((*byte)(unsafe.Pointer(&memory[0])), len(memory)*8), data)
 		v.memory = append(v.memory, memory)
@@ -95,6 +100,11 @@ func (v *vector) line(word, rest string) {
 		of := integers(parts[0])[1]
 		meta := v.tensors[of].meta
 		v.view(v.of[of], DType{meta[2], meta[3]}, parts[1:])
+	case "host": // all are
+	case "address":
+		numbers := integers(rest)
+		table := v.memory[v.of[numbers[0]]]
+		table[numbers[1]] = uint64(uintptr(v.inC(int(numbers[2])).data))
 	case "null":
 		v.values = append(v.values, (*Tensor)(nil))
 	case "float":
@@ -152,6 +162,8 @@ func (v *vector) element(tensor, i int) float64 {
 		return float64(*(*int64)(unsafe.Add(at, 8*i)))
 	case Float16:
 		return half(*(*uint16)(unsafe.Add(at, 2*i)))
+	case DType{1, 8}:
+		return float64(*(*uint8)(unsafe.Add(at, i)))
 	case Bfloat16:
 		return float64(math.Float32frombits(uint32(*(*uint16)(unsafe.Add(at, 2*i))) << 16))
 	}

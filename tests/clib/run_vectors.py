@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FORMATS = {(2, 32): "f", (2, 16): "e", (2, 64): "d", (0, 64): "q"}
+FORMATS = {(2, 32): "f", (2, 16): "e", (2, 64): "d", (0, 64): "q", (1, 8): "B"}
 
 
 class Cuda:
@@ -69,7 +69,8 @@ class Run:
         elif word == "tensor":
             head, *parts = rest.split(" | ")
             _, code, bits, size = map(int, head.split())
-            data = bytes.fromhex(parts[3].replace("-", ""))
+            zeros = parts[3] == "zeros"
+            data = bytes(size) if zeros else bytes.fromhex(parts[3].replace("-", ""))
             if self.cuda is None:
                 memory = (ctypes.c_char * max(size, 1)).from_buffer_copy(data or b"\0")
             else:
@@ -79,6 +80,12 @@ class Run:
             head, *parts = rest.split(" | ")
             of = int(head.split()[1])
             self.view(self.memory[of], self.views[of][1], parts)
+        elif word == "host":
+            self.views[int(rest)][0].device = self.capi.DLDevice(1, 0)
+        elif word == "address":
+            table, place, of = map(int, rest.split())
+            word_of = ctypes.c_uint64.from_buffer(self.memory[table], 8 * place)
+            word_of.value = self.views[of][0].data
         elif word == "null":
             self.arguments.append(None)
         elif word == "float":

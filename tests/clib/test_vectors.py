@@ -69,8 +69,7 @@ def environment(prefix: Path, files: Files, stub: bool) -> dict[str, str]:
 def test_the_file_has_every_function_and_refusals(files: Files) -> None:
     text = files.vectors.read_text()
     called = set(re.findall(r"^function (\w+)$", text, re.MULTILINE))
-    ops = c_api.OPS | c_api.LIST_OPS
-    assert called == {op.function for op in ops.values()}
+    assert called == {op.function for op in c_api.CALLS.values()}
     good = re.findall(r"^function (\w+)$(?:(?!^end$).*\n)*?status 0$", text, re.MULTILINE)
     assert set(good) == called
     assert files.count > 300

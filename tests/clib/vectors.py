@@ -7,14 +7,16 @@ the library. Lines of the file:
     case NAME
     function hfp_NAME
     tensor I DTYPE BYTES | ndim sizes | strides | offset | hex        memory and a view of it
+    host I                                                            it is the CPU's, on a GPU too
+    address I P J                                                     of tensor J, in I at place P
     null | float BITS | int N | use I | list I I …                    the arguments, in order
     status N
     message TEXT
     expect I TOLERANCE hex                                            all of the memory, as fp64
     end
 
-DTYPE is `code bits` of DLPack; BITS are those of the number as a big-endian fp64; an `I` of -1 in a
-list is NULL. A result may be off by TOLERANCE, absolute.
+DTYPE is `code bits` of DLPack; hex is `zeros` where all bytes are 0; BITS are those of the number
+as a big-endian fp64; an `I` of -1 in a list is NULL. A result may be off by TOLERANCE, absolute.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import c_api
 import torch
+from decode_samples import BY_ID as DECODE_SAMPLES
+from decode_samples import SAMPLES as DECODING
+from decode_samples import Made
 from list_samples import LIST_SAMPLES, ListSample
 from op_samples import FIRST, SAMPLES, SCRATCH, Sample
 from products import attention_formula
@@ -36,6 +42,7 @@ from hfpatch.ops import OPS as FORMULAS
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CODES = {
     F32: (2, 32), F16: (2, 16), BF16: (4, 16), torch.float64: (2, 64), torch.int64: (0, 64),
+    torch.int8: (0, 8), torch.uint8: (1, 8), torch.bool: (6, 8),
 }  # fmt: skip
 SHAPES = ((3, 5), (7,), (), (0, 3), (65,))
 
@@ -60,7 +67,7 @@ class Case:
             " ".join(map(str, [len(sizes), *sizes])),
             " ".join(map(str, strides)),
             str(value.storage_offset()),
-            memory.hex() or "-",
+            "zeros" if len(memory) > 64 and not any(memory) else memory.hex() or "-",
         ]
         self.lines.append(" | ".join(parts))
         self.count += 1
@@ -459,6 +466,123 @@ def list_case(library: capi.Library, sample: ListSample, dtype: torch.dtype) -> 
     return case.done()
 
 
+# ------------------------------------------------------------------------------ decoding
+
+
+def _size(library: capi.Library, cuda: bool) -> Callable[..., int]:
+    """How large a buffer must be, for a GPU too where the vectors are for one."""
+
+    def size(name: str, *arguments: Any) -> int:
+        given = list(map(c_api.passed, arguments))
+        found = library.size(name, *given)
+        if cuda and name == "hfp_decode_workspace":
+            views = [None if t is None else c_api.dltensor(t) for t in arguments[0]]
+            for view in views[2:]:  # plan and numbers stay where they are
+                if view is not None:
+                    view.device = capi.DLDevice(2, 0)
+            found = max(found, library.size(name, c_api.tensor_list(views), *given[1:]))
+        return found
+
+    return size
+
+
+def decode_case(name: str, op: str, made: Made, status: int = 0, message: str = "") -> str:
+    case = Case(name, op)
+    known: dict[int, int] = {}
+
+    def index_of(value: Tensor) -> int:
+        if id(value) not in known:
+            known[id(value)] = case.tensor(value)
+        return known[id(value)]
+
+    for value in made.arguments:
+        if isinstance(value, c_api.Addressed):
+            table = value.table.clone()
+            for place in value.leads_to:
+                table[place] = 0
+            index = known[id(value.table)] = case.tensor(table)
+            for place, led in value.leads_to.items():
+                case.lines.append(f"address {index} {place} {index_of(led)}")
+            case.arguments.append(f"use {index}")
+        elif isinstance(value, list):
+            indices = [-1 if t is None else index_of(t) for t in value]
+            case.lines += [f"host {index}" for index in indices[:2]]
+            case.arguments.append(" ".join(["list", *map(str, indices)]))
+        elif value is None:
+            case.arguments.append("null")
+        elif isinstance(value, Tensor):
+            case.arguments.append(f"use {index_of(value)}")
+        else:
+            case.number(value)
+    for what, (expected, tolerance) in made.expected.items() if status == 0 else ():
+        value = made.written[what]
+        if what == "text":
+            value = next(a.table for a in made.arguments if isinstance(a, c_api.Addressed))
+        case.expect(known[id(value)], expected, tolerance)
+    return case.done(status, message)
+
+
+def decode_cases(library: capi.Library, cuda: bool) -> Iterator[str]:
+    size = _size(library, cuda)
+    for sample in DECODING:
+        for dtype in (F32, F16, BF16):
+            if cuda and getattr(sample, "eight_bits", False):
+                continue  # weights that only the CPU takes
+            made = sample.make(dtype, size, threads=2)  # however many the program has
+            yield decode_case(
+                f"{sample.id}-{str(dtype).removeprefix('torch.')}", sample.op, made
+            )  # fmt: skip
+
+
+def bad_decode_cases(library: capi.Library, cuda: bool) -> Iterator[str]:
+    size = _size(library, cuda)
+
+    def bad(label: str, name: str, message: str, change: Callable[[Made], None]) -> str:
+        sample = DECODE_SAMPLES[name]
+        made = sample.make(F32, size, threads=2)
+        change(made)
+        said = f"hfp_{sample.op}: {message}"
+        return decode_case(f"bad-{sample.op}-{label}", sample.op, made, INVALID, said)
+
+    def put(at: int, value: Any) -> Callable[[Made], None]:
+        return lambda made: made.arguments.__setitem__(at, value)
+
+    step, choose = "decode_step-", "decode_choose-ends"
+    yield bad(
+        "positions", step, "`positions` must be a tensor of shape [rows, tokens]", put(7, None)
+    )
+    yield bad("ids", step, "`ids` must be a tensor where `embeds` is NULL", put(5, None))
+    yield bad("logits", step, "`logits` must have shape [2, 1, 19], got [2, 1, 18]",
+              put(0, torch.zeros(2, 1, 18)))  # fmt: skip
+    yield bad("cache", step, "`cache` must have shape [7], got [4]",
+              put(4, torch.zeros(4, dtype=torch.int64)))  # fmt: skip
+    yield bad("mask", step, "`mask` must have shape [2, keys], got [3, 10]",
+              put(8, torch.ones(3, 10, dtype=torch.bool)))  # fmt: skip
+    yield bad(
+        "weight", step,
+        "`layers[1].attention.o.weight` must have shape [16, 32], got [16, 31]",
+        lambda made: made.arguments[3].__setitem__(8 + 27 + 18, torch.ones(16, 31)),
+    )  # fmt: skip
+    yield bad("plan", step, "`layers[0].attention.key_heads` must be from 1 to 4, got 5",
+              lambda made: made.arguments[3][0].__setitem__(5 + 7, 5))  # fmt: skip
+    yield bad("most-keys", step, "`most_keys` must be 0 or more", put(9, -1))
+    yield bad("columns", choose, "`logits` must have 2 dimensions, got 3",
+              put(4, torch.ones(3, 1, 19)))  # fmt: skip
+    yield bad("text", choose, "`text` must have shape [6], got [5]",
+              put(2, torch.zeros(5, dtype=torch.int64)))  # fmt: skip
+    if cuda:  # what the CPU can see of the numbers
+        return
+    yield bad("token", step, "`ids` must be from 0 to 18, got 19",
+              lambda made: made.arguments[5].fill_(19))  # fmt: skip
+    yield bad(
+        "full", step,
+        "`cache[3]` must be a capacity of at least 12 keys for layer 0, got 11; grow the cache",
+        lambda made: made.arguments[4].table.__setitem__(0, 11),
+    )  # fmt: skip
+    yield bad("number", choose, "`text[0]` must be the number of a step, from 1 up, got 0",
+              lambda made: made.arguments[2].table.__setitem__(0, 0))  # fmt: skip
+
+
 # ------------------------------------------------------------------------------ the rest
 
 
@@ -570,9 +694,9 @@ def bad_cases() -> Iterator[str]:
         yield case.done(INVALID, f"hfp_{name}: `{first}` must be a tensor, got NULL")
 
 
-def write(path: Path, library: capi.Library) -> int:
-    """Writes the file; how many cases it has."""
-    cases = list(bad_cases()) + list(in_place_cases())
+def write(path: Path, library: capi.Library, cuda: bool = False) -> int:
+    """Writes the file; how many cases it has. `cuda`: for tensors of a GPU."""
+    cases = [*bad_cases(), *bad_decode_cases(library, cuda), *in_place_cases()]
     for sample in SAMPLES:
         for dtype in (F32, F16, BF16):
             cases.append(op_case(library, sample, dtype, 2, 34, strided=False))
@@ -580,5 +704,6 @@ def write(path: Path, library: capi.Library) -> int:
         cases.append(op_case(library, sample, F32, 0, 6, strided=False))
     for listed in LIST_SAMPLES:
         cases += [list_case(library, listed, dtype) for dtype in listed.dtypes]
+    cases += decode_cases(library, cuda)
     path.write_text("".join(cases))
     return len(cases)

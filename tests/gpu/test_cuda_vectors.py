@@ -44,7 +44,7 @@ def cases(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     from hfpatch import capi
 
     file = tmp_path_factory.mktemp("vectors") / "vectors.txt"
-    return file, vectors.write(file, capi.Library(library))
+    return file, vectors.write(file, capi.Library(library), cuda=True)
 
 
 def program(name: str, library: Path, cuda: Path, folder: Path) -> Path:

@@ -113,7 +113,8 @@ impl Call {
             "tensor" => {
                 let parts: Vec<&str> = rest.split(" | ").collect();
                 let head = integers(parts[0]);
-                let mut bytes = bytes_of(parts[4]);
+                let zeros = parts[4] == "zeros";
+                let mut bytes = if zeros { vec![0; head[3] as usize] } else { bytes_of(parts[4]) };
                 assert_eq!(bytes.len() as i64, head[3]);
                 bytes.resize(bytes.len().div_ceil(8).max(1) * 8, 0);
                 let words = bytes.chunks_exact(8);
@@ -126,6 +127,13 @@ impl Call {
                 let of = &self.views[integers(parts[0])[1] as usize];
                 let (memory, dtype) = (of.memory, of.dtype);
                 self.view(memory, dtype, &parts[1..]);
+            }
+            "host" => {} // all are
+            "address" => {
+                let numbers = integers(rest);
+                let address = self.address(&self.views[numbers[2] as usize]) as u64;
+                let table = self.views[numbers[0] as usize].memory;
+                self.memory[table][numbers[1] as usize] = address;
             }
             "null" => self.values.push(Value::Null),
             "float" => self.values.push(Value::Float(float_of(rest))),
@@ -160,6 +168,7 @@ impl Call {
             DType::I64 => (unsafe { *at.cast::<i64>().add(i) }) as f64,
             DType::BF16 => f64::from(f32::from_bits(u32::from(bits(i)) << 16)),
             DType::F16 => half(bits(i)),
+            DType { bits: 8, .. } => f64::from(unsafe { *at.cast::<u8>().add(i) }),
             other => panic!("{other:?}"),
         }
     }
