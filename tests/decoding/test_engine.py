@@ -10,9 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support import decoders
 from support.decoders import Oracle, Shape, copied, decoder, distance, random_shape, table
-from support.engines import arguments, check, padded, pass_held_to
+from support.engines import arguments, check, padded, pass_held_to, same_rows
 
 from hfpatch.decoding import reference
 from hfpatch.decoding.engine import Call, Engine, Table, unsupported
@@ -92,27 +94,43 @@ def test_each_choice(kernels_module: ModuleType, change: dict[str, object]) -> N
     assert unsupported(plain, 2, package=kernels_module) is None
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others(
-    kernels_module: ModuleType, dtype: torch.dtype
+    kernels_module: ModuleType, dtype: torch.dtype, masked: bool
 ) -> None:
+    """In every size of a batch up to 16, and in a larger one."""
     model = decoder(Shape(heads=6, key_heads=2, dim=20, inner=100), dtype)
-    for rows in (2, 3, 5, 8, 16):
-        for length in (4, 200, 1300):
-            ids, positions = arguments(model, rows, 1, length)
-            cache = table(model, rows, length, length + 1)
-            whole = torch.empty(rows, 1, 131, dtype=dtype)
-            Engine(model, rows, package=kernels_module).step(ids, positions, cache, whole)
-            one = Engine(model, 1, package=kernels_module)
-            for row in {0, rows // 2, rows - 1}:
-                cut = CacheTable(
-                    [k[row : row + 1].clone() for k in cache.keys],
-                    [v[row : row + 1].clone() for v in cache.values],
-                    length,
-                )
-                alone = torch.empty(1, 1, 131, dtype=dtype)
-                one.step(ids[row : row + 1], positions[row : row + 1], cut, alone)
-                assert torch.equal(alone[0], whole[row])
+    for length in (4, 200, 1300):
+        parts = [list(range(n)) for n in range(1, 16)] + [[15], [7, 3], [0] * 3 + [9]]
+        same_rows(model, 16, 1, length, masked, parts, kernels_module)
+    same_rows(model, 37, 1, 70, masked, [[36], [20, 3], list(range(30))], kernels_module)
+
+
+#: One to three parts of a batch of up to 16 rows, as numbers that are taken modulo its size.
+_PARTS = st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=17), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**20), rows=st.integers(1, 16), tokens=st.integers(1, 4),
+    length=st.sampled_from(LENGTHS[:-1]), masked=st.booleans(), parts=_PARTS,
+)  # fmt: skip
+def test_rows_of_any_decoder(
+    kernels_module: ModuleType,
+    dtype: torch.dtype,
+    seed: int,
+    rows: int,
+    tokens: int,
+    length: int,
+    masked: bool,
+    parts: list[list[int]],
+) -> None:
+    """Whatever the model computes, however many tokens a row has, and which others there are."""
+    model = decoder(random_shape(seed), dtype, seed=seed)
+    parts = [[row % rows for row in part] for part in parts]
+    same_rows(model, rows, tokens, length, masked, parts, kernels_module, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -577,7 +595,8 @@ def test_each_heads_own_norm_is_read_where_it_lies(
 @pytest.mark.parametrize("level", ["baseline", "avx2"])
 def test_other_instruction_sets(kernels_dir: Path, level: str) -> None:
     """The same checks in a process that takes a lower instruction set."""
-    pass_held_to(level, Path(__file__), "random_decoders or row_does_not or threads_change")
+    which = "random_decoders or row_does_not or threads_change or rows_of_any"
+    pass_held_to(level, Path(__file__), which)
 
 
 def test_the_oracle_reads_the_grammar() -> None:

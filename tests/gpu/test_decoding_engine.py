@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from support.decoders import Oracle, Shape, copied, decoder, distance, random_shape, table
-from support.engines import SMALL, WIDE, arguments, check, padded, visit
+from support.engines import SMALL, WIDE, arguments, check, padded, same_rows, visit
 
 from hfpatch.decoding.engine import Engine
 from hfpatch.decoding.spec import CacheTable, Norm
@@ -42,30 +42,33 @@ def test_each_path(kernels_module: ModuleType, dtype: torch.dtype, name: str) ->
     visit((SMALL | WIDE)[name], dtype, kernels_module)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others(
-    kernels_module: ModuleType, dtype: torch.dtype, dim: int
+    kernels_module: ModuleType, dtype: torch.dtype, dim: int, masked: bool
 ) -> None:
-    """Nor on whether its parts are put together by a cluster."""
+    """Nor on whether its parts are put together by a cluster; up to 16 tokens of all rows."""
     shape = Shape(width=256, inner=512, heads=8, key_heads=2, dim=dim, vocab=512, qk_norm="head")
     model = decoder(shape, dtype, "cuda")
-    for rows in (2, 8, 9, 16):
-        for length in (4, 200, 900, 3000):
-            ids, positions = arguments(model, rows, 1, length)
-            cache = table(model, rows, length, length + 1)
-            whole = torch.empty(rows, 1, 512, dtype=dtype, device="cuda")
-            Engine(model, rows, package=kernels_module).step(ids, positions, cache, whole)
-            one = Engine(model, 1, package=kernels_module)
-            for row in (0, rows // 2, rows - 1):
-                cut = CacheTable(
-                    [k[row : row + 1].clone() for k in cache.keys],
-                    [v[row : row + 1].clone() for v in cache.values],
-                    length,
-                )
-                alone = torch.empty(1, 1, 512, dtype=dtype, device="cuda")
-                one.step(ids[row : row + 1], positions[row : row + 1], cut, alone)
-                assert torch.equal(alone[0], whole[row]), (rows, length, row)
+    parts = [list(range(n)) for n in range(1, 16)] + [[15], [7, 3], [0] * 3 + [9]]
+    for length in (4, 200, 900, 3000):
+        same_rows(model, 16, 1, length, masked, parts, kernels_module)
+    for rows, tokens in ((8, 2), (5, 3), (4, 4), (2, 8)):
+        parts = [[rows - 1], list(range(rows))[::-1], [1, 1]]
+        same_rows(model, rows, tokens, 300, masked, parts, kernels_module)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_of_any_decoder(kernels_module: ModuleType, dtype: torch.dtype, seed: int) -> None:
+    """Whatever the model computes; most sizes are no multiples of 16 bytes."""
+    tokens = 1 + seed % 4
+    rows = 1 + (7 * seed + 3) % (16 // tokens)
+    model = decoder(random_shape(seed), dtype, "cuda", seed)
+    parts = [[0], [rows - 1], list(range(rows))[::-1], [rows // 2] * 2]
+    for masked in (False, True):
+        same_rows(model, rows, tokens, LENGTHS[seed % 8], masked, parts, kernels_module, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,47 @@ def check(
         # fp32: sums of a few hundred products; half types: as far as the same roundings alone lead
         bound = 3e-5 if dtype == torch.float32 else 1.6 * expected + 1e-4
         assert error <= bound, (seed, error, expected)
+
+
+def cut(cache: CacheTable, rows: list[int]) -> CacheTable:
+    """A copy of some rows of a cache."""
+    keys, values = ([t[rows].contiguous() for t in kept] for kept in (cache.keys, cache.values))
+    return CacheTable(keys, values, cache.length)
+
+
+def same_rows(
+    model: Model,
+    rows: int,
+    tokens: int,
+    length: int,
+    masked: bool,
+    parts: Sequence[list[int]],
+    package: Any,
+    seed: int = 0,
+) -> None:
+    """The bits of a row, of its logits, its hidden state and its new keys and values, are the same
+    in the whole batch and in each of these parts of it; a row may be there twice."""
+    ids, positions = arguments(model, rows, tokens, length, seed)
+    mask = padded(rows, length + tokens, length).to(model.device) if masked else None
+    cache = table(model, rows, length, length + tokens, seed)
+    vocab, width = model.head.weight.shape[0], model.embedding.shape[1]
+
+    def step(of: list[int], kept: CacheTable) -> list[Tensor]:
+        logits, hidden = (
+            torch.full((len(of), tokens, n), 7, dtype=model.dtype, device=model.device)
+            for n in (vocab, width)
+        )
+        engine = Engine(model, len(of), tokens, package=package)
+        given = None if mask is None else mask[of]
+        engine.step(ids[of], positions[of], kept, logits, given, hidden=hidden)
+        return [logits, hidden, *kept.keys, *kept.values]
+
+    chosen = [(part, cut(cache, part)) for part in parts]  # before the step writes to it
+    whole = step(list(range(rows)), cache)
+    for part, kept in chosen:
+        for i, (got, want) in enumerate(zip(step(part, kept), whole, strict=True)):
+            found = "logits" if i == 0 else "hidden" if i == 1 else f"cache {i - 2}"
+            assert torch.equal(got, want[part]), (found, part, rows, tokens, length, masked, seed)
 
 
 #: (shape, rows, tokens, length, masked): small models that visit every kernel.
