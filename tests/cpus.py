@@ -90,7 +90,8 @@ ELSEWHERE: Mapping[str, str] = {
 }
 #: What a test says that compares the results of two computations.
 COMPARES = re.compile(
-    r"assert_as_near|relative_error|assert_close|allclose|torch\.equal|harness|loop_cases|support.leaves"
+    r"assert_as_near|relative_error|assert_close|allclose|torch\.equal|harness|loop_cases|choice_cases"
+    r"|support.leaves"
 )
 
 

@@ -68,7 +68,8 @@ def test_files_are_there() -> None:
 def test_what_compares_results_runs_under_every_setting() -> None:
     """A new file too, unless it is named with the reason why not."""
     assert {"tests/test_models.py", "tests/compat/test_matrix.py", "tests/test_head_loss.py",
-            "tests/decoding/test_model_generate.py"} <= set(cpus.NUMERIC)  # fmt: skip
+            "tests/decoding/test_model_generate.py", "tests/decoding/test_choice.py",
+            } <= set(cpus.NUMERIC)  # fmt: skip
     assert not [p for p in cpus.NUMERIC if p.startswith(("tests/kernels/", "tests/gpu/"))]
     assert all((cpus.ROOT / path).exists() for path in cpus.ELSEWHERE)
 

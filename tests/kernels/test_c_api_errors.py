@@ -246,6 +246,28 @@ def test_hostile_lists(built, data):
     assert (X == 1).all() and (W == 1).all()
 
 
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_hostile_decoding(built, data):
+    """The same with a model of any tensors, or as many as one layer has; the results, where there
+    are any, are never valid."""
+    lib = Library(built)
+    op = data.draw(st.sampled_from(sorted(c_api.DECODE_OPS.values(), key=lambda o: o.name)))
+    members = hostile_tensor() | st.just(X) | st.just(W)
+    whole = 7 + CONSTANTS["HFP_DECODE_TENSORS"]
+    kinds = {"float": FLOATS, "int": INTS}
+    kinds["Tensor[]"] = (
+        st.none()
+        | st.lists(members, max_size=9)
+        | st.lists(members, min_size=whole, max_size=whole)
+    )
+    values = [data.draw(kinds.get(kind, hostile_tensor())) for kind, _ in op.arguments]
+    out = data.draw(st.sampled_from([None, OUT.double()]))
+    assert lib.status(op.name, *[out] * op.outputs, *values) == INVALID
+    assert lib.last_error().startswith(f"{op.function}: `")
+    assert (X == 1).all() and (W == 1).all()
+
+
 def test_message_is_per_thread(built):
     lib, seen = Library(built), []
     lib.status("silu", OUT, None)
