@@ -36,7 +36,7 @@ def card(header: Header) -> str:
 
 def _table(header: Header) -> str:
     described = _described(PACKAGE)
-    ops = [function.op for function in header.ops if function.operator]
+    ops = [function.op for function in header.operators]
     lines = ["", "| function | computes | in place | gradient |", "|---|---|---|---|"]
     for op in ops:
         if op.endswith(_GRADIENTS):

@@ -86,6 +86,11 @@ class Header:
         return [f for f in self.functions if f.op]
 
     @property
+    def operators(self) -> list[Function]:
+        """Those of which an operator of torch is made."""
+        return [f for f in self.ops if f.operator]
+
+    @property
     def sizes(self) -> list[Function]:
         """Those that say how large a buffer must be."""
         return [f for f in self.functions if f.returns == "int"]
@@ -185,9 +190,7 @@ def _function(
         middle[i] = Parameter(p.kind, p.name, kind == "Tensor?", "!" in kind)
     parameters = [*parameters[:outputs], *middle, parameters[-1]]
     schema = ", ".join(f"{kind} {argument}" for kind, argument in arguments)
-    return Function(
-        name, returns, tuple(parameters), doc, op, results, schema, operator
-    )
+    return Function(name, returns, tuple(parameters), doc, op, results, schema, operator)
 
 
 def _plain(comment: str) -> str:

@@ -33,7 +33,7 @@ def table(header: Header) -> str:
         "#: By operator: its result rules and the names of its arguments.",
         "OPS = {",
     ]
-    for function in header.ops:
+    for function in header.operators:
         names = [p.name for p in function.parameters if p.kind not in ("output", "stream")]
         lines += [
             f'    "{function.op}": (',
@@ -57,7 +57,7 @@ def exports(header: Header) -> str:
     """`__init__.py` with the imports and `__all__` of what the modules define."""
     path = PACKAGE / "__init__.py"
     found = public_functions(PACKAGE)
-    if missing := [f.op for f in header.ops if f.op not in found and not _is_gradient(f.op)]:
+    if missing := [f.op for f in header.operators if f.op not in found and not _is_gradient(f.op)]:
         raise HeaderError(f"`{PACKAGE.name}` has no function for: {', '.join(missing)}")
     modules: dict[str, list[str]] = {}
     for name, module in [*found.items(), *_ALSO.items()]:

@@ -22,7 +22,8 @@ def taken(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Tensor
     """What `cache.update(keys, values, number)` gives, with the cache as that leaves it.
 
     Args:
-        cache: a `DynamicCache`, or what stands for one in a proof; keys, values: `[rows, heads, tokens, head_dim]`.
+        cache: a `DynamicCache`, or what stands for one in a proof.
+        keys, values: `[rows, heads, tokens, head_dim]`.
 
     Returns:
         keys and values as the layer holds them; None where this is another update: then nothing

@@ -15,7 +15,7 @@ from support.decoders import Oracle, Shape, copied, decoder, distance, random_sh
 from support.engines import SMALL, WIDE, arguments, check, padded, same_rows, visit
 
 from hfpatch.decoding.engine import Engine
-from hfpatch.decoding.spec import CacheTable, Norm
+from hfpatch.decoding.spec import Norm
 from hfpatch.errors import DecodingError
 
 pytestmark = pytest.mark.gpu
