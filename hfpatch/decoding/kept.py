@@ -88,8 +88,11 @@ def notes(model: nn.Module) -> tuple[str, ...]:
         made += f", {held.loops} calls of `generate` in a loop of its own"
     if held.prompts_served:
         made += f", {held.prompts_served} prompts as graphs"
+    if held.turns_served:
+        made += f", {held.turns_served} turns behind a cache"
     return (
         made,
         *(f"decoding steps not used: {why}" for why in held.reasons),
+        *(f"decoding: turns left to the original: {why}" for why in held.turn_reasons),
         *(f"decoding: steps in transformers' own loop: {why}" for why in held.loop_reasons),
     )

@@ -23,6 +23,7 @@ from hfpatch import forks
 from hfpatch.announce import announce_in_call
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import prompt as prompts
+from hfpatch.decoding import turn as turns
 from hfpatch.decoding.greedy import Chain, Chains
 from hfpatch.decoding.kept import Choice, decoders
 from hfpatch.decoding.layer import Described, describe
@@ -41,10 +42,14 @@ from hfpatch.regions.deferred import nothing_captured
 #: Sequences that an engine is made for, by device. On a GPU the products of more than 16 are
 #: cuBLASLt's.
 MOST_ROWS = {"cuda": 128, "cpu": 16}
-#: New tokens of each.
+#: New tokens of each, in a step.
 MOST_TOKENS = 8
 #: Where short prompts are graphs; elsewhere there is nothing to gain.
 PROMPT_DEVICES = frozenset({"cuda"})
+#: Where more tokens than those of a step, behind a cache, are computed by the description.
+TURN_DEVICES = frozenset({"cpu", "cuda"})
+#: Where they are launched before the model is looked at: a GPU has its work meanwhile.
+LATE_DEVICES = frozenset({"cuda"})
 #: Prompts' graphs that are kept.
 _MOST_PROMPTS = 12
 #: Keys and values of new tokens, by layer.
@@ -68,7 +73,7 @@ _SWITCHES = ("use_cache", "return_dict")
 
 @dataclass
 class _Step:
-    """A call that an engine can serve."""
+    """A call that an engine can serve: a step, a prompt, or a turn behind a cache."""
 
     ids: Tensor
     positions: Tensor | None
@@ -80,7 +85,7 @@ class _Step:
 #: What a decoder knows of a model with the settings that it has, and what is made of that.
 _OF_SETTINGS = (
     *("described", "watch", "unlike", "engines", "trusted", "prompts", "trusted_prompts", "pool"),
-    *("_bytes", "_copied"),
+    *("turns", "trusted_turns", "_bytes", "_copied"),
 )
 #: Looks at settings that stay as they are, behind which nobody waits for those before.
 _MOST_LOOKS = 100
@@ -108,6 +113,12 @@ class Decoder:
         self.prompts_refused: str | None = None
         self.prompts_served = 0
         self.pool: Any = None  # of the prompts' graphs
+        self.turns: Any = None  # what computes turns behind a cache
+        #: By rows, whether masked, and whether a window was shorter than the text.
+        self.trusted_turns: set[tuple[int, bool, bool]] = set()
+        self.turns_refused: str | None = None
+        self.turns_served = 0
+        self.turn_reasons: dict[str, None] = {}  # why turns went to the original
         self._bytes: Any = None  # the description with weights of 8 bits
         self._copied: Samples | None = None  # what those are copies of
         self.unlike: str | None = None  # why the model as it is now has no description
@@ -136,8 +147,10 @@ class Decoder:
                 # an object of somebody's own may be one that nothing refers to weakly
                 plain = caches.is_plain(step.cache)
                 self._cache = weakref.ref(step.cache) if plain else None
-            if step.ids.shape[1] > MOST_TOKENS or caches.is_empty(step.cache):
+            if caches.is_empty(step.cache):
                 outcome = self._serve_prompt(model, original, step, args, kwargs)
+            elif step.ids.shape[1] > MOST_TOKENS:
+                outcome = self._serve_turn(model, original, step, args, kwargs)
             else:
                 outcome = self._serve(model, original, step, args, kwargs)
             if outcome is None:  # a prompt, perhaps
@@ -173,20 +186,15 @@ class Decoder:
         tokens = new.shape[1] if isinstance(new, Tensor) and new.dim() > 1 else 1
         if not tokens:
             return
-        if why is _TOO_MANY:
-            # `generate` asks for the logits of candidates, and of what is behind a cache for one
-            keep = kwargs.get("logits_to_keep")
-            if type(keep) is int and 1 < keep == tokens:
-                self._say(model, f"more than {MOST_TOKENS} tokens at once, as candidates are")
-            else:
-                self.reasons.setdefault(why)
-        elif tokens <= MOST_TOKENS:
-            if why is self.refused:
-                self._announce_refused(model)
-            elif why is _UNKNOWN_ID:
-                self.reasons.setdefault(why)
-            else:
-                self._say(model, why)
+        # `generate` asks for the logits of all candidates, and of what is behind a cache for one
+        keep = kwargs.get("logits_to_keep")
+        candidates = type(keep) is int and 1 < keep == tokens
+        if tokens > MOST_TOKENS and not candidates:
+            self.turn_reasons.setdefault(f"{why} behind a cache" if why in _TOO_MANY else why)
+        elif why is self.refused:
+            self._announce_refused(model)
+        else:
+            self._say(model, f"{why} at once, as candidates are" if why in _TOO_MANY else why)
 
     def _read(self, model: nn.Module, ids: Any, cache: Any, kwargs: Any) -> _Step | str | None:
         """The step that a call asks for, or why it is none that an engine serves; None where there
@@ -197,8 +205,13 @@ class Decoder:
             return "`input_ids` is not given" if ids is None else "`input_ids` is no plain tensor"
         if ids.dim() != 2 or ids.dtype != torch.int64:
             return f"`input_ids` is {ids.dtype} of {ids.dim()} dimensions"
-        if ids.shape[1] > MOST_TOKENS and not self._may_be_prompt(ids, cache, kwargs):
-            return _TOO_MANY
+        if ids.shape[1] > MOST_TOKENS:
+            if caches.is_empty(cache):
+                may_be = self._may_be_prompt(ids, cache, kwargs)
+            else:
+                may_be = caches.is_plain(cache) and self._may_be_turn(ids)
+            if not may_be:
+                return _TOO_MANY[self._has_turns(ids)]
         if not ids.numel():
             return None
         if model.training:
@@ -270,6 +283,19 @@ class Decoder:
             and prompts.bucket_for(*ids.shape) is not None
             and ((model := self.described.model) is None or _takes_prompts(model, ids, cache))
         )
+
+    def _has_turns(self, ids: Tensor) -> bool:
+        """Whether turns behind a cache are served there."""
+        described = self.described.model
+        return (
+            self.turns_refused is None
+            and ids.device.type in TURN_DEVICES
+            and (described is None or described.whole)
+        )
+
+    def _may_be_turn(self, ids: Tensor) -> bool:
+        """Whether more tokens than those of a step, behind a cache, are no more than are served."""
+        return self._has_turns(ids) and turns.is_short(*ids.shape)
 
     def _takes_positions(self, positions: Tensor | None, ids: Tensor) -> bool:
         """Whether positions are of a form that steps were proven of."""
@@ -395,6 +421,97 @@ class Decoder:
         self._forget_prompts()
         self._say(model, f"its prompts: {why}")
 
+    # --- a turn behind a cache ---------------------------------------------------------------
+
+    def _serve_turn(
+        self, model: nn.Module, original: Forward, step: _Step, args: Any, kwargs: Any
+    ) -> Any:
+        """The result of more tokens than a step's: by the description, or the original's beside
+        which that was proven; None: neither ran."""
+        self._due = True
+        rows, tokens = step.ids.shape
+        length = int(step.cache.get_seq_length())
+        mask = step.mask
+        if step.ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.turn_reasons.setdefault("a CUDA graph is captured, which has one length")
+            return None
+        # nothing was queued yet that a GPU waits for
+        if mask is not None and mask.shape[1] == length + tokens and bool(mask.all()):
+            mask = None
+        # as in a step: a GPU gets its work first, where what it reads is in place
+        late = step.ids.device.type in LATE_DEVICES and self.unlike is None
+        late = late and self._turn_key(step, mask, length) in self.trusted_turns
+        late = late and self.watch.in_place()
+        if not late and not (self._is_current(model) and self._may_be_turn(step.ids)):
+            return None
+        why = self._misfit(step.ids)
+        if why is not None:
+            self.turn_reasons.setdefault(why)
+            return None
+        if not self._fits(model, step):
+            return None
+        asked = tokens if step.all_logits else 1
+        if mask is not None and not bool(mask[:, -asked:].all()):
+            # what the original reads off padding depends on the attention that was set
+            self.turn_reasons.setdefault("logits are asked for of a token that is padding")
+            return None
+        key = self._turn_key(step, mask, length)
+        described = self.described.model
+        try:
+            with _after_the_last(self, step.ids):
+                if self.turns is None:
+                    self.turns = turns.TurnEngine(described)
+                arena = caches.take(step.cache, tokens, described)
+                arena.found_fit(described)
+                positions = step.positions
+                if positions is None:
+                    end = length + tokens
+                    positions = torch.arange(length, end, device=step.ids.device).unsqueeze(0)
+                logits = self.turns.run(step.ids, positions, mask, arena.table, step.all_logits)
+            # what it wrote lies behind the cache's end
+            ours = None if key in self.trusted_turns else arena.behind(tokens)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as e:
+            if _is_of_memory(e):
+                self._say(model, "there was no memory for a turn or a larger cache")
+            else:
+                self._refuse_turns(model, f"{type(e).__name__}: {e}")
+            return None
+        if late:
+            if not self._is_current(model):
+                return None
+            if key not in self.trusted_turns:
+                return self._serve_turn(model, original, step, args, kwargs)  # another model by now
+        if ours is not None:
+            caches.leave_arena(step.cache)
+            with nothing_captured():  # it is not called for such turns again
+                output = original(model, *args, **kwargs)
+            self._due = True
+            shown = None if mask is None else mask[:, -tokens:].bool()
+            why = self._difference(ours, logits, tokens, output, shown)
+            if why is None:
+                self.trusted_turns.add(key)
+            else:
+                self._refuse_turns(model, f"{tokens} tokens of {rows} rows behind {length}: {why}")
+            return output
+        arena.table.length += tokens
+        self.turns_served += 1
+        return self._result(logits, step.cache)
+
+    def _turn_key(self, step: _Step, mask: Tensor | None, length: int) -> tuple[int, bool, bool]:
+        rows, tokens = step.ids.shape
+        windows = (layer.attention.window for layer in self.described.model.layers)
+        passed = any(w is not None and w < length + tokens for w in windows)
+        return rows, mask is not None, passed
+
+    def _forget_turns(self) -> None:
+        self.turns = None
+        self.trusted_turns.clear()
+
+    def _refuse_turns(self, model: nn.Module, why: str) -> None:
+        self.turns_refused = why
+        self._forget_turns()
+        self._say(model, f"its turns behind a cache: {why}", stacklevel=7)
+
     # --- a step ------------------------------------------------------------------------------
 
     def _serve(
@@ -412,16 +529,7 @@ class Decoder:
         if (why := self._misfit(step.ids)) is not None:
             self.reasons.setdefault(why)
             return None
-        arena = caches.held_arena(step.cache)
-        held = arena is not None and arena.fits(self.described.model, rows)
-        why = None if held else caches.unfit(step.cache, self.described.model, rows)
-        if why is not None:
-            if why != caches.EMPTY:
-                self._say(model, why)
-            return None
-        length = step.cache.layers[0].get_seq_length()
-        if step.mask is not None and step.mask.shape[1] != length + tokens:
-            self._say(model, "`attention_mask` has not one column for each token")
+        if not self._fits(model, step):
             return None
         proven = (rows, tokens) in self.trusted
         chain = self.chains.of(step.ids) if proven and self.described.model.whole else None
@@ -459,6 +567,22 @@ class Decoder:
         arena.table.length += tokens
         self.steps += 1
         return self._result(logits, step.cache)
+
+    def _fits(self, model: nn.Module, step: _Step) -> bool:
+        """Whether cache and mask are such as the description can extend; why not is said."""
+        rows, tokens = step.ids.shape
+        arena = caches.held_arena(step.cache)
+        if arena is None or not arena.fits(self.described.model, rows):
+            why = caches.unfit(step.cache, self.described.model, rows)
+            if why is not None:
+                if why != caches.EMPTY:
+                    self._say(model, why, stacklevel=7)
+                return False
+        length = step.cache.layers[0].get_seq_length()
+        if step.mask is not None and step.mask.shape[1] != length + tokens:
+            self._say(model, "`attention_mask` has not one column for each token", stacklevel=7)
+            return False
+        return True
 
     def _result(self, logits: Tensor, cache: Any) -> Any:
         """What a forward returns."""
@@ -507,6 +631,7 @@ class Decoder:
                 return True
         self.engines, self.trusted = {}, set()
         self.prompts, self.trusted_prompts, self.pool = {}, set(), None
+        self.turns, self.trusted_turns = None, set()
         self._bytes = self._copied = None
         return False
 
@@ -592,6 +717,7 @@ class Decoder:
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
         self._forget_prompts()
+        self._forget_turns()
         self._aside = self.watch = self._bytes = self._copied = None  # they hold tensors
         self.described = replace(self.described, model=None)
         self._announce_refused(model)
@@ -605,7 +731,20 @@ class Decoder:
         """Whether an output of the original's holds what `_result` does, and no more."""
         return type(output) is self.described.output and set(output) == {"logits", caches.NAME}
 
-    def _difference(self, ours: _Written, logits: Tensor, tokens: int, output: Any) -> str | None:
+    def _difference(
+        self,
+        ours: _Written,
+        logits: Tensor,
+        tokens: int,
+        output: Any,
+        shown: Tensor | None = None,
+    ) -> str | None:
+        """Where an output of the original's differs from ours; None: nowhere.
+
+        Args:
+            ours: keys and values of the new tokens.
+            shown: bool `[rows, tokens]`, which of them are no padding; None: all.
+        """
         if not self._is_as_returned(output):
             return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
@@ -616,6 +755,9 @@ class Decoder:
             for name in ("keys", "values"):
                 theirs = getattr(held, name)[:, :, -tokens:]  # of a window it keeps fewer
                 mine = ours[name][index][:, :, tokens - theirs.shape[2] :]
+                if shown is not None:  # nobody sees what padding has
+                    hidden = ~shown[:, None, tokens - theirs.shape[2] :, None]
+                    mine, theirs = (t.masked_fill(hidden, 0) for t in (mine, theirs))
                 pairs.append((f"{name} of layer {index}", mine, theirs))
         return self._farthest(pairs)
 
@@ -651,9 +793,13 @@ class Decoder:
             self._say(model, why, stacklevel=4)
 
 
-#: Reasons that are looked for: what is behind a cache, of which no warning speaks, as the steps
-#: after it are an engine's; and what the original raises an error for.
-_TOO_MANY = f"more than {MOST_TOKENS} tokens behind a prompt"
+#: Reasons that are looked for: of a turn behind a cache, of which no warning speaks, as the steps
+#: after it are an engine's, where none is served and where some are; and what the original raises
+#: an error for.
+_TOO_MANY = (
+    f"more than {MOST_TOKENS} tokens",
+    f"more than {turns.MOST_OF_A_ROW} tokens, or {turns.MOST_TOKENS} of all rows,",
+)
 _UNKNOWN_ID = "an id is not in the vocabulary"
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -29,6 +29,7 @@ from hfpatch.decoding import kept
 _GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 _NOT_USED = "decoding steps not used: "
 _LOOP = "decoding: steps in transformers' own loop: "
+_TURNS = "decoding: turns left to the original: "
 
 
 @pytest.fixture(autouse=True)
@@ -167,8 +168,9 @@ def test_another_model_is_told_as_well() -> None:
 
 
 def test_candidates_that_are_too_many_are_warned_of() -> None:
-    """Of 12 tokens that prompt lookup finds all are looked at in one call."""
-    model = patched()
+    """Of 12 tokens that prompt lookup finds all are looked at in one call, and a mixture of experts
+    is called for more than a step's."""
+    model = patched("olmoe")
     plain = copy.deepcopy(model)
     hfpatch.restore(plain)
     ids = prompts(1, padding=0)["input_ids"].repeat(1, 4)
@@ -278,8 +280,13 @@ ORDINARY: dict[str, Callable[[Any], Any]] = {
 def test_nothing_is_said_in_ordinary_use(what: str) -> None:
     model = patched()
     assert not said_by(ORDINARY[what], model) and not notes_of(model, _LOOP)
-    behind = ["more than 8 tokens behind a prompt"] if what == "a chat" else []
-    assert notes_of(model, _NOT_USED) == behind
+    assert not notes_of(model, _NOT_USED) and not notes_of(model, _TURNS)
+
+
+def test_a_chat_with_a_mixture_of_experts_has_a_note_of_its_turns() -> None:
+    model = patched("olmoe")
+    assert not said_by(_chat, model) and not notes_of(model, _NOT_USED)
+    assert notes_of(model, _TURNS) == ["more than 8 tokens behind a cache"]
 
 
 def test_an_id_outside_of_the_vocabulary_is_the_originals_error_alone() -> None:
