@@ -35,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Words:
     """A tokenizer that the converter can ask: each token is its number, as a word."""
 
-    bos_token, eos_token, unk_token, pad_token = "<1>", "<2>", "<0>", "<0>"  # noqa: S105
+    bos_token, eos_token, unk_token, pad_token = "<1>", "<2>", "<0>", "<0>"
     bos_token_id, eos_token_id, unk_token_id, pad_token_id = 1, 2, 0, 0
 
     def __init__(self, count: int) -> None:
