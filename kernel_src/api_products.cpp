@@ -190,6 +190,30 @@ Strides strides_of(const DLTensor &t) {
   return {t.shape[0] > 1 ? stride_of(t, 0) : 0, stride_of(t, 1), stride_of(t, 2)};
 }
 
+// The memory of a mask of bytes: that there is such memory, and that no result lies in it, where the
+// mask has no gaps.
+bool bytes_of(Check &check, const DLTensor &t, const int64_t *shape, const int64_t *strides) {
+  int64_t low = 0, high = 0, count = 1;
+  const uint64_t start = reinterpret_cast<uint64_t>(t.data);
+  bool there = t.byte_offset <= static_cast<uint64_t>(INT64_MAX) && start + t.byte_offset >= start;
+  for (int i = 0; there && i < 4; ++i) {
+    int64_t reach;
+    if (shape[i] == 0) return true;
+    int64_t &end = strides[i] < 0 ? low : high;
+    there = !hfp::mul_overflows(shape[i] - 1, strides[i], &reach) &&
+            !hfp::add_overflows(end, reach, &end) &&
+            !hfp::mul_overflows(count, strides[i] != 0 ? shape[i] : 1, &count);
+  }
+  int64_t last;
+  if (!there || hfp::add_overflows(high, -(low + 1), &last) || hfp::add_overflows(last, 2, &last)) {
+    return check.fail("`mask` must span fewer than 2^63 bytes, got shape %s",
+                      hfp::ShapeText(t).text);
+  }
+  const char *data = static_cast<const char *>(t.data) + t.byte_offset;
+  if (last == count) check.reads_bytes("mask", data + low, count);
+  return true;
+}
+
 // One of [B, H, S, L], broadcast. bool and uint8 are bytes: no other function takes them, so they are
 // looked at here.
 bool mask_of(Check &check, const DLTensor *raw, const Tensor &like, AttentionArgs *args) {
@@ -231,6 +255,7 @@ bool mask_of(Check &check, const DLTensor *raw, const Tensor &like, AttentionArg
     if (!t.data && args->queries > 0 && args->keys > 0) {
       return check.fail("`mask` must point to data, got data == NULL");
     }
+    if (!bytes_of(check, t, shape, strides)) return false;
     args->mask = static_cast<const char *>(t.data) + t.byte_offset;
     if (t.data && !check.pointer("mask", args->mask, t.device)) return false;
   } else {
