@@ -666,7 +666,7 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  * cache: int64 [1 + 3 layers] on the device: how many keys there are, L; of each layer the addresses of
  * its keys and of its values, [rows, key heads, capacity, head_dim] in the weights' dtype, and the
  * capacity. The step writes the new keys at L and sees L + tokens of them, token t the first
- * L + 1 + t. What the addresses lead to cannot be checked: they must be right.
+ * L + 1 + t. What the addresses lead to cannot be checked: they must be right, on CUDA multiples of 16.
  * ids, positions: int64 [rows, tokens]. embeds: [rows, tokens, hidden], instead of ids, or NULL.
  * mask: bool or uint8 [rows, width], 0 where a key is not to be seen, or NULL; width is at least
  * L + tokens. logits: [rows, tokens or 1, vocab], the weights' dtype or fp32; 1: of the last token;

@@ -4,15 +4,30 @@ fp64, memory, layouts, threads, odd values and what is refused."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import c_api
+import decode_proofs as proofs
 import pytest
 import torch
 from c_api import CONSTANTS, KernelError, Library
+from decode_proofs import (
+    CACHE,
+    COUNTERS,
+    EMBEDS,
+    HIDDEN,
+    IDS,
+    IDS_OUT,
+    LOGITS,
+    MASK,
+    MODEL,
+    POSITIONS,
+    TEXT,
+    WORKSPACE,
+    call,
+    results,
+)
 from decode_samples import BY_ID, CHOICES, SAMPLES, STEPS, ChoiceSample, Made, StepSample
 from proofs import assert_no_growth, assert_same_bits
 from support.decoders import Shape
@@ -27,11 +42,10 @@ from torch import Tensor
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EVERY = pytest.mark.parametrize("name", BY_ID)
+OF_STEPS = pytest.mark.parametrize("name", [s.id for s in STEPS])
+OF_BATCHES = pytest.mark.parametrize("name", [s.id for s in STEPS if s.rows > 1])
+ODD = [float("nan"), float("inf"), -float("inf")]
 OK, INVALID = CONSTANTS["HFP_OK"], CONSTANTS["HFP_INVALID_ARGUMENT"]
-#: Positions of arguments.
-LOGITS, HIDDEN, WORKSPACE, MODEL, CACHE, IDS, EMBEDS, POSITIONS, MASK = range(9)
-IDS_OUT, COUNTERS, TEXT = range(3)
-MARGIN = 64
 
 
 # -------------------------------------------------------------------------------------------------
@@ -83,122 +97,38 @@ def test_samples_have_all_of_the_description() -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Numbers and memory
-
-
-def call(library: Any, sample: StepSample | ChoiceSample, made: Made) -> None:
-    library.call(sample.op, *made.arguments)
-
-
-def results(made: Made) -> list[Tensor]:
-    return list(made.written.values())
+# Numbers, memory and rows: `decode_proofs.py`
 
 
 @OF_DTYPE
 @EVERY
 def test_numbers(lib, name: str, dtype: torch.dtype) -> None:
-    sample = BY_ID[name]
-    for seed in range(3):
-        made = sample.make(dtype, lib.size, seed=seed)
-        call(lib, sample, made)
-        for what, (true, bound) in made.expected.items():
-            got = made.written[what].double().reshape(true.shape)
-            assert torch.equal(got.isnan(), true.isnan()), what
-            error = float((got - true).nan_to_num(0.0).abs().max())
-            assert error <= bound, (what, seed, error, bound)
-
-
-def banded(value: Tensor, bands: list[Tensor], shift: int) -> Tensor:
-    """The same tensor between bands of memory, `shift` elements behind their margin."""
-    fill = 77 if value.dtype in (torch.int8, torch.uint8, torch.int64) else -7.0
-    if value.dtype == torch.bool:
-        return value
-    size = value.untyped_storage().nbytes() // value.element_size()
-    memory = torch.full((size + 2 * MARGIN + 1,), fill, dtype=value.dtype)
-    inside = memory[MARGIN + shift : MARGIN + shift + size]
-    inside.copy_(value.as_strided((size,), (1,), 0))
-    bands += [memory[: MARGIN + shift], memory[MARGIN + shift + size :]]
-    return memory.as_strided(value.shape, value.stride(), MARGIN + shift + value.storage_offset())
-
-
-def moved(made: Made, place: Callable[[Tensor], Tensor]) -> Made:
-    """The call with every tensor in another place of memory."""
-    known: dict[int, Tensor] = {}
-
-    def one(value: Any) -> Any:
-        if isinstance(value, list):
-            return [one(v) for v in value]
-        if isinstance(value, c_api.Addressed):
-            led = {i: one(t) for i, t in value.leads_to.items()}
-            new = c_api.Addressed(value.table.tolist(), led)
-            known[id(value.table)] = new.table
-            return new
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in known:
-            known[id(value)] = place(value)
-        return known[id(value)]
-
-    arguments = [one(value) for value in made.arguments]
-    written = {}
-    for name, value in made.written.items():
-        if name == "text":
-            written[name] = arguments[TEXT].table[: len(value)]
-        else:
-            written[name] = one(value)
-    return Made(arguments, written, made.expected, made.scratch)
+    proofs.numbers(lib, BY_ID[name], dtype)
 
 
 @OF_DTYPE
 @EVERY
 def test_memory_and_any_alignment(lib, name: str, dtype: torch.dtype) -> None:
-    """Nothing beside the results and behind the new keys is written, no input is, and an element's
-    shift of every tensor changes no bit."""
-    sample = BY_ID[name]
-    plain = sample.make(dtype, lib.size)
-    call(lib, sample, plain)
-    for shift in (0, 1):
-        fresh = sample.make(dtype, lib.size)
-        bands: list[Tensor] = []
-        made = moved(fresh, partial(banded, bands=bands, shift=shift))
-        before = [b.clone() for b in bands]
-        call(lib, sample, made)
-        assert_same_bits(
-            [r.float() if r.dtype == torch.uint8 else r for r in results(made)],
-            [r.float() if r.dtype == torch.uint8 else r for r in results(plain)],
-            f"{sample.id}, shift {shift}",
-        )
-        for band, was in zip(bands, before, strict=True):
-            assert torch.equal(band, was), f"{sample.id}: wrote beside its results"
-        read = set(range(len(made.arguments))) - {0, 1, made.scratch}
-        read -= {TEXT} if sample.op == "decode_choose" else set()
-        for i in read:
-            for a, b in zip(_flat(made.arguments[i]), _flat(fresh.arguments[i]), strict=True):
-                same = torch.equal(a.nan_to_num(7), b.nan_to_num(7))
-                assert same, f"{sample.id}: wrote to an input"
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, list):
-        return [t for v in value for t in _flat(v)]
-    # where the tables' addresses lead is looked at among the results
-    return [value] if isinstance(value, Tensor) else []
+    proofs.memory(lib, BY_ID[name], dtype)
 
 
 @OF_DTYPE
-@pytest.mark.parametrize("name", [s.id for s in STEPS])
+@OF_STEPS
 def test_keys_before_and_behind_stay(lib, name: str, dtype: torch.dtype) -> None:
-    sample = BY_ID[name]
-    assert isinstance(sample, StepSample)
-    fresh, made = (sample.make(dtype, lib.size) for _ in range(2))
-    call(lib, sample, made)
-    end = sample.length + sample.tokens
-    for what in made.written:
-        if what.startswith(("keys", "values")):
-            now, was = made.written[what], fresh.written[what]
-            assert torch.equal(now[:, :, : sample.length], was[:, :, : sample.length])
-            assert bool(now[:, :, sample.length : end].isfinite().all())
-            assert bool(now[:, :, end:].isnan().all())
+    proofs.keys_stay(lib, BY_ID[name], dtype)
+
+
+@OF_DTYPE
+@OF_BATCHES
+def test_a_row_is_its_own(lib, name: str, dtype: torch.dtype) -> None:
+    proofs.rows_are_their_own(lib, BY_ID[name], dtype)
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("value", ODD)
+@OF_BATCHES
+def test_odd_values_stay_in_their_row(lib, name: str, value: float, dtype: torch.dtype) -> None:
+    proofs.odd_values(lib, BY_ID[name], dtype, value)
 
 
 @OF_DTYPE
@@ -232,76 +162,7 @@ def test_null_strides_and_byte_offsets(lib) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows
-
-
-def rows_of(made: Made, rows: list[int], lib) -> Made:
-    """The step for some rows of the batch."""
-    at = torch.tensor(rows)
-    known: dict[int, Tensor] = {}
-
-    def picked(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return known.setdefault(id(value), value[at].clone())
-        return value
-
-    arguments = [
-        value if i in (MODEL, CACHE) else picked(value) for i, value in enumerate(made.arguments)
-    ]
-    cache = made.arguments[CACHE]
-    led = {i: picked(t) for i, t in cache.leads_to.items()}
-    arguments[CACHE] = c_api.Addressed(cache.table.tolist(), led)
-    tokens = made.arguments[POSITIONS].shape[1]
-    count = lib.size("hfp_decode_workspace", made.arguments[MODEL], len(rows), tokens, 0)
-    arguments[WORKSPACE] = torch.zeros(count)
-    written = {name: known[id(t)] for name, t in made.written.items()}
-    return Made(arguments, written, {}, made.scratch)
-
-
-@OF_DTYPE
-@pytest.mark.parametrize("name", [s.id for s in STEPS if s.rows > 1])
-def test_a_row_is_its_own(lib, name: str, dtype: torch.dtype) -> None:
-    """The bits of a row are the same alone, in another order, and beside rows with NaN."""
-    sample = BY_ID[name]
-    assert isinstance(sample, StepSample)
-    whole = sample.make(dtype, lib.size)
-    parts = [[r] for r in range(sample.rows)] + [list(range(sample.rows))[::-1], [0] * 5]
-    chosen = [(rows, rows_of(whole, rows, lib)) for rows in parts]
-    call(lib, sample, whole)
-    for rows, made in chosen:
-        call(lib, sample, made)
-        expected = [t[torch.tensor(rows)] for t in results(whole)]
-        assert_same_bits(results(made), expected, f"{sample.id}: rows {rows}")
-
-
-@OF_DTYPE
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", [s.id for s in STEPS if s.rows > 1])
-def test_odd_values_stay_in_their_row(lib, name: str, value: float, dtype: torch.dtype) -> None:
-    """In what a row's embeddings are, or its cache; NaN and infinity come out of that row."""
-    sample = BY_ID[name]
-    assert isinstance(sample, StepSample)
-    plain = sample.make(dtype, lib.size)
-    call(lib, sample, plain)
-    for where in ("embeds", "values"):
-        made = sample.make(dtype, lib.size)
-        width = made.arguments[MODEL][2].shape[1]
-        if where == "values" and sample.length == 0:
-            continue
-        if where == "embeds":
-            given = made.arguments[EMBEDS]
-            if given is None:
-                scale = float(made.arguments[MODEL][1][0])
-                given = (made.arguments[MODEL][2][made.arguments[IDS]] * scale).to(dtype)
-            made.arguments[EMBEDS], made.arguments[IDS] = given, None
-            given.view(sample.rows, -1, width)[-1, 0, width // 3] = value
-        else:
-            made.written["values[0]"][-1, :, sample.length - 1, 0] = value
-        call(lib, sample, made)
-        for what in set(made.written) & {"logits", "hidden"}:
-            got, want = made.written[what], plain.written[what]
-            assert_same_bits([got[:-1]], [want[:-1]], f"{sample.id}, {where}: {what}")
-            assert not bool(got[-1].isfinite().all()), f"{sample.id}, {where}: it vanished"
+# Choices, and other ways to say the same
 
 
 def test_logits_of_one_row_are_not_those_of_another(lib) -> None:
