@@ -7,7 +7,6 @@ How a layer's queries attend to keys is up to who asks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -40,7 +39,6 @@ class Composed:
     def __init__(self, model: Model, package: ModuleType | None = None) -> None:
         self.model = model
         self._kernels = _kernels(package)
-        self._head = replace(model, final_norm=None)
 
     def _through(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the last layer gives, `[rows, tokens, hidden]`.
@@ -60,10 +58,7 @@ class Composed:
 
     def _logits(self, x: Tensor) -> Tensor:
         """Of the layers' result `x` `[rows, tokens, hidden]`: `[rows, tokens, vocab]`."""
-        x = self._normed(x, self.model.final_norm)
-        logits = x.new_empty(*x.shape[:2], self.model.head.weight.shape[0])
-        reference.finish(x, self._head, logits, None)
-        return logits
+        return reference.headed(self._normed(x, self.model.final_norm), self.model)
 
     def _table(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].float() * rope.inv_freq.float()

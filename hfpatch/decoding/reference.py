@@ -234,12 +234,17 @@ def finish(x: Tensor, model: Model, logits: Tensor, hidden: Tensor | None) -> No
     x = normed(x, model.final_norm)
     if hidden is not None:
         hidden.copy_(x)
-    y = product(x[:, -logits.shape[1] :], model.head)
+    logits.copy_(headed(x[:, -logits.shape[1] :], model))
+
+
+def headed(x: Tensor, model: Model) -> Tensor:
+    """The logits of what the final norm gives."""
+    y = product(x, model.head)
     if model.logit_scale != 1.0:
         y = y * model.logit_scale
     if model.logit_softcap is not None:
         y = torch.tanh(y / model.logit_softcap) * model.logit_softcap
-    logits.copy_(y)
+    return y
 
 
 def layer_result(

@@ -36,10 +36,10 @@ def filled(model: Any) -> Any:
     return cache
 
 
-def text(model: Any, left: int | None) -> torch.Tensor:
-    """80 tokens behind the cache, with so many bytes left for the process."""
+def text(model: Any, left: int | None, turn: int = 1) -> torch.Tensor:
+    """80 tokens behind the cache and `turn` more, with so many bytes left for the process."""
     cache = filled(model)
-    ids = torch.randint(3, 300, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 300, (1, LENGTH + turn), generator=torch.Generator().manual_seed(0))
     gc.collect()
     if left is not None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -62,11 +62,14 @@ def main(family: str, case: str) -> None:
     )  # fmt: skip
     plain.generation_config.max_length = None
     model = copy.deepcopy(plain)
-    wanted = text(plain, LEFT)
+    turn = 40 if "turn" in case else 1
+    wanted = text(plain, LEFT, turn)
     hfpatch.apply(model)
     model.generate(**prompts(2), max_new_tokens=4, do_sample=False)  # all that is made once
     if case != "its first step":
         model.generate(**prompts(1), max_new_tokens=4, do_sample=False)
+    if case == "a turn":
+        text(model, None, turn)  # beside the original
     if case == "a step that fails":
         step, calls = Engine.step, []
 
@@ -77,7 +80,7 @@ def main(family: str, case: str) -> None:
             step(self, *args, **kwargs)
 
         Engine.step = failing  # type: ignore[method-assign]
-    found = text(model, LEFT)
+    found = text(model, LEFT, turn)
     assert torch.equal(found, wanted), "another text"
     print("steps", hfpatch.status(model).notes)
 

@@ -14,7 +14,9 @@ CASES = Path(__file__).parent / "growth_cases.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited there")
-@pytest.mark.parametrize("case", ["its first step", "it grows", "a step that fails"])
+@pytest.mark.parametrize(
+    "case", ["its first step", "it grows", "a step that fails", "its first turn", "a turn"]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_long_cache_grows_in_little_memory(
     family: str, case: str, kernels_module: object
@@ -29,3 +31,4 @@ def test_a_long_cache_grows_in_little_memory(
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = re.search(r"decoding: (\d+) steps", ran.stdout)
     assert found is not None and int(found[1]) >= 70, ran.stdout
+    assert ("1 turns behind a cache" in ran.stdout) == (case == "a turn"), ran.stdout
