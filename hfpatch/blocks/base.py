@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, ClassVar
@@ -49,6 +49,10 @@ class NotCovered(Exception):
     """A call of a fused forward that only the original can answer; the text says why."""
 
 
+class HandedBack(NotCovered):
+    """A call that the original answers as a matter of course: nothing is said of it."""
+
+
 #: What a fused forward ends in where a call is none that it was written for: inputs that broadcast,
 #: a table of another dtype, a weight that is gone. The original answers it, or has its own error.
 _ERRORS = (NotCovered, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -82,6 +86,10 @@ class BlockSubject(Subject):
     ops: tuple[str, ...]
     #: How the report describes it.
     title: str
+    #: Class name of the attention processors that the fused forward stands in for.
+    processor: ClassVar[str | tuple[str, ...]] = ""
+    #: Name of the first parameter of the class's forward.
+    argument: ClassVar[str] = "hidden_states"
 
     #: The blocks that this one stands among, set before `forward` is called.
     chain: Chain | None = None
@@ -107,8 +115,17 @@ class BlockSubject(Subject):
     _same: Callable[[nn.Module], bool] | None = None  # what `still_proven` made
 
     @abstractmethod
+    def build(self, m: Any) -> Any:
+        """A small block of the class and with the settings of `m`, by its constructor."""
+
+    def settle(self, block: Any, m: Any) -> None:
+        """Give the small block the settings of `m` that its constructor does not take."""
+
     def tiny(self, generator: torch.Generator) -> nn.Module:
         """A small block of the same class and settings with random parameters, fp32, on the CPU."""
+        block = small(lambda: self.build(self.module), generator)
+        self.settle(block, self.module)
+        return block
 
     @abstractmethod
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
@@ -121,17 +138,44 @@ class BlockSubject(Subject):
         With `into=N` the N tensors to write come before them, and nothing is returned.
         """
 
+    # These look at any block of the class: bound, they would keep the subject's module alive.
+    @staticmethod
+    def attentions(block: Any) -> tuple[Any, ...]:
+        """The attentions whose processor is not called, by the names that most classes have."""
+        held = (block._modules.get(name) for name in ("attn", "attn1", "attn2"))
+        return tuple(attn for attn in held if attn is not None)
+
+    @staticmethod
     @abstractmethod
+    def unused(block: Any) -> list[nn.Module]:
+        """Modules that the fused forward reads but never calls."""
+
+    @staticmethod
+    @abstractmethod
+    def odd(block: Any) -> str | None:
+        """Why this block is not what the fused forward computes; None if it is."""
+
+    @classmethod
+    def projection(cls, block: Any) -> Any:
+        """A linear layer: its dtype is the one that the model computes in. None: no layer tells."""
+        return cls.attentions(block)[0].to_out[0]
+
+    @staticmethod
+    def is_another(block: Any) -> bool:
+        """Whether a module of that name is none of these blocks, of which nothing is said."""
+        return False
+
     def idle(self) -> list[nn.Module]:
         """Modules of the block that the fused forward never calls."""
+        return type(self).unused(self.module)
 
-    @staticmethod  # the adapter keeps it: bound, it would keep the module of the subject alive
-    @abstractmethod
-    def ready(block: nn.Module) -> bool:
+    @classmethod
+    def ready(cls, block: nn.Module) -> bool:
         """Whether the rest of a block is as it was proven, its attentions' processors above all.
 
         That its idle modules are, is looked at before: `still_proven`.
         """
+        return odd_processors(cls.processor, cls.attentions(block)) is None
 
     def _read(self) -> tuple[set[str], list[tuple[str, nn.Module]]]:
         """The paths of the idle modules, and all modules that the fused forward reads by path."""
@@ -168,11 +212,19 @@ class BlockSubject(Subject):
         idle, _ = self._read()
         return odd_build(self.module, tiny, idle, self.called, self.unread)
 
-    @staticmethod
-    def works_in(block: nn.Module) -> torch.dtype | None:
+    @classmethod
+    def works_in(cls, block: nn.Module) -> torch.dtype | None:
         """The dtype of the block's products, where that is known: an input of another one is none
         that the block was proven with."""
-        return None
+        # what stands there by now may be somebody's own layer, which need not have a weight
+        projection = cls.projection(block)
+        if projection is None:
+            return None
+        weight = projection.__dict__.get("_parameters", {}).get("weight")  # the quick way
+        if type(weight) is not nn.Parameter or "weight" in projection.__dict__:
+            weight = getattr(projection, "weight", None)
+        dtype = weight.dtype if isinstance(weight, Tensor) else None
+        return dtype if dtype in KERNEL_DTYPES else None  # a quantizer's own is no such
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that `project` is called with: worth one product each."""
@@ -271,7 +323,10 @@ class BlockSubject(Subject):
             before = {k: v.clone() for k, v in low.items() if isinstance(v, Tensor)}
             try:
                 theirs = original(block, **low)
-                ours = fused(block, **low)
+                try:
+                    ours = fused(block, **low)
+                except HandedBack:  # as at a call
+                    ours = original(block, **low)
             except torch.OutOfMemoryError:
                 raise  # says nothing of the block: another time there is memory
             except Exception as e:
@@ -367,6 +422,8 @@ class BlockSubject(Subject):
                         if run is not None:
                             try:
                                 return run(self, hidden_states, *args, **kwargs, **chain)
+                            except HandedBack:
+                                pass
                             except _ERRORS as e:
                                 if isinstance(e, torch.OutOfMemoryError) or _of_a_module(e):
                                     raise
@@ -375,7 +432,20 @@ class BlockSubject(Subject):
 
         if like:
             opaque.register(self.module, anchor, forward)
-        return forward
+        first = self.argument
+        if first == "hidden_states":
+            return forward
+
+        def renamed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if first in kwargs:
+                return forward(self, kwargs.pop(first), *args, **kwargs)
+            return forward(self, *args, **kwargs)
+
+        return renamed
+
+    def main_combo(self) -> Combo:
+        modules = [self.module, *self.idle()]
+        return Combo(compute_dtype(modules, type(self).projection(self.module)), None)
 
     # A block is proven as a whole, by `prove_block`.
     def formulas(self) -> list[Formula]:
@@ -436,3 +506,44 @@ def _is_readable(value: Any) -> bool:
 def unhooked(*modules: nn.Module) -> bool:
     """Whether none of the modules, which are not called, has a hook that would not fire."""
     return not any(is_hooked(m) for m in modules)
+
+
+def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+    """What `make` builds, with random parameters: about 1 in vectors, 1/sqrt(fan in) in matrices
+    and in the kernels of convolutions.
+
+    `make` draws from a copy of the global generator.
+    """
+    with torch.random.fork_rng(devices=[]):
+        block = make()
+    with torch.no_grad():
+        for p in block.parameters():
+            inputs = p[0].numel() if p.ndim > 3 else p.shape[-1]
+            scale = inputs**-0.5 if p.ndim > 1 else 1.0
+            offset = 1.0 if p.ndim == 1 else 0.0
+            p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
+    return block
+
+
+def compute_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
+    """The dtype that a block computes in: that of `projection`'s weight, or, where a quantizer
+    stores that weight in a dtype of its own, the narrowest that parameters in `modules` have."""
+    dtype: torch.dtype = projection.weight.dtype
+    if dtype in KERNEL_DTYPES:
+        return dtype
+    others = [p.dtype for m in modules for p in m.parameters() if p.dtype in KERNEL_DTYPES]
+    return min(others, key=lambda d: d.itemsize, default=dtype)
+
+
+def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> str | None:
+    """Why an attention is not the one that class `name` computes, as diffusers builds it."""
+    names = (name,) if isinstance(name, str) else name
+    for attn in attentions:
+        processor = attn.processor
+        if type(processor).__name__ not in names:
+            return f"its attention processor is `{type(processor).__name__}`"
+        if getattr(processor, "_parallel_config", None) is not None:
+            return "its attention is split over several GPUs"
+        if attn.__dict__.get("fused_projections"):
+            return "its projections were fused by `fuse_qkv_projections()`"
+    return None

@@ -21,21 +21,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, HandedBack, compute_dtype
 from hfpatch.blocks.parts import (
-    BlockFamily,
     Constant,
-    ModelBlock,
-    compute_dtype,
+    bias_of_heads,
+    drawing,
     gelu_of,
     odd_feed_forward,
     plain_attention,
-    small,
 )
 from hfpatch.blocks.projections import feed_forward, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
 
 
-class BasicSubject(ModelBlock):
+class BasicSubject(BlockSubject):
     processor = "AttnProcessor2_0"
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,10 +45,6 @@ class BasicSubject(ModelBlock):
         else:
             self.ops = ("layer_norm", "add_layer_norm")
             self.title = "fused block: residual sums with their norms"
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return (block.attn1,) if block.attn2 is None else (block.attn1, block.attn2)
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -96,37 +91,26 @@ class BasicSubject(ModelBlock):
     def ready(cls, block: Any) -> bool:
         return block._chunk_size is None and super().ready(block)
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
-
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                cross_attention_dim=None if m.cross_attention_dim is None else 48,
-                activation_fn=gelu_of(m.ff),
-                attention_bias=m.attn1.to_q.bias is not None,
-                only_cross_attention=m.only_cross_attention,
-                double_self_attention=m.attn2 is not None and not _takes_context(m),
-                norm_elementwise_affine=m.norm1.elementwise_affine,
-                norm_type=m.norm_type,
-                num_embeds_ada_norm=m.num_embeds_ada_norm,
-                norm_eps=m.norm1.eps,
-                ff_bias=m.ff.net[0].proj.bias is not None,
-                attention_out_bias=m.attn1.to_out[0].bias is not None,
-            )
-
-        return small(make, generator)
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            cross_attention_dim=None if m.cross_attention_dim is None else 48,
+            activation_fn=gelu_of(m.ff),
+            attention_bias=m.attn1.to_q.bias is not None,
+            only_cross_attention=m.only_cross_attention,
+            double_self_attention=m.attn2 is not None and not _takes_context(m),
+            norm_elementwise_affine=m.norm1.elementwise_affine,
+            norm_type=m.norm_type,
+            num_embeds_ada_norm=m.num_embeds_ada_norm,
+            norm_eps=m.norm1.eps,
+            ff_bias=m.ff.net[0].proj.bias is not None,
+            attention_out_bias=m.attn1.to_out[0].bias is not None,
+        )
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         m: Any = block
         given: dict[str, Any] = {"hidden_states": draw(2, 10, 64)}
         if _takes_context(m):
@@ -159,17 +143,7 @@ def _fuse_plain(m: Any, bind: Callable[..., Callable[..., Any]]) -> Forward:
         added_cond_kwargs: Any = None,
     ) -> Tensor:
         if cross_attention_kwargs or hidden_states.ndim != 3:
-            return type(block).forward(  # type: ignore[no-any-return]
-                block,
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                timestep,
-                cross_attention_kwargs,
-                class_labels,
-                added_cond_kwargs,
-            )
+            raise HandedBack
         h = hidden_states
         x = norm(h, block.norm1.weight, block.norm1.bias)
         context = encoder_hidden_states if block.only_cross_attention else None
@@ -202,17 +176,7 @@ def _fuse_modulated(m: Any, bind: Callable[..., Callable[..., Any]]) -> Forward:
     ) -> Tensor:
         h = hidden_states
         if cross_attention_kwargs or h.ndim != 3 or timestep.dtype != h.dtype:
-            return type(block).forward(  # type: ignore[no-any-return]
-                block,
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                timestep,
-                cross_attention_kwargs,
-                class_labels,
-                added_cond_kwargs,
-            )
+            raise HandedBack
         ada = block.scale_shift_table[None] + timestep.reshape(h.shape[0], 6, -1)
         shift1, scale1, gate1, shift2, scale2, gate2 = ada.chunk(6, 1)
         x = modulate(h, scale1, shift1, block.norm1.weight, block.norm1.bias)
@@ -233,8 +197,7 @@ def _attend(attn: Any, x: Tensor, context: Tensor | None, mask: Tensor | None) -
         q = attn.to_q(x)
         k, v = project(context, (attn.to_k, attn.to_v))
     if mask is not None:
-        mask = attn.prepare_attention_mask(mask, k.shape[1], x.shape[0])
-        mask = mask.view(x.shape[0], attn.heads, -1, mask.shape[-1])
+        mask = bias_of_heads(attn, mask, k.shape[1], x.shape[0])
     return output_projection(attn, plain_attention(attn, q, k, v, mask))
 
 
@@ -257,11 +220,3 @@ def _takes_context(block: Any) -> bool:
 
 def _modulated(block: Any) -> bool:
     return bool(block.norm_type == "ada_norm_single")
-
-
-class BasicBlocks(BlockFamily):
-    classes = ("BasicTransformerBlock",)
-    subject = BasicSubject
-
-
-BASIC = BasicBlocks()

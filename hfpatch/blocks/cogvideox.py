@@ -15,24 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.joint import compact
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import (
-    BlockFamily,
-    ModelBlock,
+    drawing,
     gelu_of,
     heads_of,
     odd_dtypes,
     odd_feed_forward,
-    small,
     undispatched,
 )
-from hfpatch.blocks.projections import drops_nothing, gelu_product, output_projection, project
+from hfpatch.blocks.projections import feed_forward, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
-from hfpatch.proof.unchanged import is_replaced
 
 
-class CogVideoXSubject(ModelBlock):
+class CogVideoXSubject(BlockSubject):
     ops = (
         "norm_modulate",
         "layer_norm",
@@ -42,10 +40,6 @@ class CogVideoXSubject(ModelBlock):
     )
     title = "fused block: AdaLN of both streams, qk norm, RoPE, gates"
     processor = "CogVideoXAttnProcessor2_0"
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return (block.attn1,)
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -76,38 +70,29 @@ class CogVideoXSubject(ModelBlock):
         unused = CogVideoXSubject.unused(block)
         return odd_feed_forward(block.ff) or odd_dtypes(unused, attn.to_out[0])
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
-
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
+    def build(self, m: Any) -> Any:
         attn = m.attn1
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            time_embed_dim=48,
+            activation_fn=gelu_of(m.ff),
+            attention_bias=attn.to_q.bias is not None,
+            qk_norm=attn.norm_q is not None,
+            norm_elementwise_affine=m.norm1.norm.elementwise_affine,
+            norm_eps=m.norm1.norm.eps,
+            ff_bias=m.ff.net[0].proj.bias is not None,
+            attention_out_bias=attn.to_out[0].bias is not None,
+        )
 
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                time_embed_dim=48,
-                activation_fn=gelu_of(m.ff),
-                attention_bias=attn.to_q.bias is not None,
-                qk_norm=attn.norm_q is not None,
-                norm_elementwise_affine=m.norm1.norm.elementwise_affine,
-                norm_eps=m.norm1.norm.eps,
-                ff_bias=m.ff.net[0].proj.bias is not None,
-                attention_out_bias=attn.to_out[0].bias is not None,
-            )
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
+        attn = m.attn1
         if attn.norm_q is not None:
             block.attn1.norm_q.eps = block.attn1.norm_k.eps = attn.norm_q.eps
-        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         angles = draw(10, 8).repeat_interleave(2, -1)
         return {
             "hidden_states": draw(2, 10, 64),
@@ -125,7 +110,7 @@ class CogVideoXSubject(ModelBlock):
         qk = m.attn1.norm_q
         layer_norm = None if qk is None else bind("layer_norm", eps=qk.eps)
         turn = bind("rope_qk", into=2, interleaved=True)
-        silu, tables_of, original = StepMemo(F.silu), StepMemo(compact), type(m).forward
+        silu, tables_of = StepMemo(F.silu), StepMemo(compact)
 
         def attend(attn: Any, x: Tensor, text: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
             q, k, v = heads_of(attn, *project(x, (attn.to_q, attn.to_k, attn.to_v)))
@@ -150,8 +135,7 @@ class CogVideoXSubject(ModelBlock):
             streams = (encoder_hidden_states, hidden_states)
             h, text = hidden_states, encoder_hidden_states.shape[1]
             if attention_kwargs or not streams[0].dtype == h.dtype == temb.dtype:
-                rest = (temb, image_rotary_emb, attention_kwargs)
-                return original(block, h, streams[0], *rest)
+                raise HandedBack
             batch, tokens, width = h.shape
             places = (slice(0, text), slice(text, text + tokens))
             # shift, scale and gate: of the video, then of the text
@@ -183,7 +167,7 @@ class CogVideoXSubject(ModelBlock):
                         n.weight,
                         n.bias,
                     )
-            y = _feed_forward(block.ff, y)
+            y = feed_forward(block.ff, y)
             made = [
                 gated_sum(total, second[:, at + 2], y[:, place])
                 for total, place, at in zip(sums, places, (3, 0), strict=True)
@@ -191,27 +175,3 @@ class CogVideoXSubject(ModelBlock):
             return made[1], made[0]
 
         return fused
-
-
-def _feed_forward(ff: Any, x: Tensor) -> Tensor:
-    """`FeedForward` with a dropout at its end too, GELU in the epilogue where that can be."""
-    first, dropout, *rest = ff.net
-    if (
-        hasattr(first, "approximate")
-        and drops_nothing(dropout)
-        and not any(is_replaced(m) for m in (ff, first))
-    ):
-        h = gelu_product(first.proj, x, first.approximate)
-        if h is not None:
-            for module in rest:
-                h = module(h)
-            return h
-    return ff(x)  # type: ignore[no-any-return]
-
-
-class CogVideoXBlocks(BlockFamily):
-    classes = ("CogVideoXBlock",)
-    subject = CogVideoXSubject
-
-
-COGVIDEOX = CogVideoXBlocks()

@@ -10,35 +10,32 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.attention import attention
+from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
-    JointFamily,
     JointSubject,
     Part,
-    Stream,
     Tokens,
-    added_qkv_of,
     compact,
+    image_stream,
     joined,
     mlp,
     mlp_first,
     product_of_two,
     qkv_of,
     rows,
-    to_out,
+    text_stream,
     weights_of,
     within_range,
 )
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.projections import feed_forward
+from hfpatch.blocks.parts import drawing
 from hfpatch.proof.subject import Forward, Tensor
 
 
 def sample(generator: torch.Generator) -> dict[str, Any]:
     """Arguments of a small block: 6 text and 10 image tokens of 64 channels, 4 heads."""
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    draw = drawing(generator)
     angles = draw(16, 8).repeat_interleave(2, -1)
     return {
         "hidden_states": draw(2, 10, 64),
@@ -55,10 +52,6 @@ class FluxSubject(JointSubject):
     anchor = ("norm1", "linear", "weight")
 
     @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [block.attn]
-
-    @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
         return [block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context]
 
@@ -73,15 +66,11 @@ class FluxSubject(JointSubject):
             return "its AdaLN embeds the timestep itself"
         return None
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(dim=64, num_attention_heads=4, attention_head_dim=16)
-        return made
-
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return sample(generator)
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of = self.kernels(bind), StepMemo(compact)
 
         def fused(
             block: Any,
@@ -93,29 +82,19 @@ class FluxSubject(JointSubject):
         ) -> Any:
             h, text = hidden_states, encoder_hidden_states
             if joint_attention_kwargs or not h.dtype == text.dtype == temb.dtype:
-                return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
+                raise HandedBack
             a, split = block.attn, text.shape[1]
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             modulation = block.norm1.linear(kernels.silu(temb)).chunk(6, 1)  # the original's first
             streams = (
-                Stream(
+                text_stream(
+                    a,
                     text,
                     block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
-                    added_qkv_of(a),
-                    (a.norm_added_q, a.norm_added_k),
                     rows(tables, 0, split),
-                    a.to_add_out,
-                    lambda x: feed_forward(block.ff_context, x),
+                    block.ff_context,
                 ),
-                Stream(
-                    h,
-                    modulation,
-                    qkv_of(a),
-                    (a.norm_q, a.norm_k),
-                    rows(tables, split, split + h.shape[1]),
-                    to_out(a),
-                    lambda x: feed_forward(block.ff, x),
-                ),
+                image_stream(a, h, modulation, rows(tables, split, split + h.shape[1]), block.ff),
             )
             backend = a.processor._attention_backend
             text, h = kernels.double(streams, a.heads, None, backend, order=(1, 0))
@@ -131,10 +110,6 @@ class FluxSingleSubject(JointSubject):
     anchor = ("norm", "linear", "weight")
 
     @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [block.attn]
-
-    @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
         return [block.norm.norm]
 
@@ -147,15 +122,11 @@ class FluxSingleSubject(JointSubject):
         approximate = block.act_mlp.approximate
         return None if approximate == "tanh" else f"its MLP has gelu(approximate={approximate!r})"
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(dim=64, num_attention_heads=4, attention_head_dim=16)
-        return made
-
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return sample(generator)
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of = self.kernels(bind), StepMemo(compact)
 
         def fused(
             block: Any,
@@ -167,7 +138,7 @@ class FluxSingleSubject(JointSubject):
         ) -> Any:
             h, text = hidden_states, encoder_hidden_states
             if joint_attention_kwargs or not h.dtype == text.dtype == temb.dtype:
-                return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
+                raise HandedBack
             a, split = block.attn, text.shape[1]
             h = joined(text, h)
             shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
@@ -184,7 +155,3 @@ class FluxSingleSubject(JointSubject):
             return h[:, :split], h[:, split:]
 
         return fused
-
-
-FLUX = JointFamily("^FluxTransformerBlock$", FluxSubject)
-FLUX_SINGLE = JointFamily("^FluxSingleTransformerBlock$", FluxSingleSubject)

@@ -11,19 +11,17 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.attention import attention
+from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
-    JointFamily,
     JointSubject,
-    Stream,
     Tables,
     Tokens,
-    added_qkv_of,
     compact,
+    image_stream,
     joined,
     product_of_two,
-    qkv_of,
     rows,
-    to_out,
+    text_stream,
     weights_of,
     within_range,
 )
@@ -38,10 +36,6 @@ class Flux2Subject(JointSubject):
     processor = "Flux2AttnProcessor"
 
     @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [block.attn]
-
-    @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
         return [block.norm1, block.norm1_context, block.norm2, block.norm2_context]
 
@@ -53,9 +47,8 @@ class Flux2Subject(JointSubject):
     def unfit(cls, block: Any) -> str | None:
         return _unfit_activation(block.ff.act_fn) or _unfit_activation(block.ff_context.act_fn)
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(64, 4, 16, bias=block.attn.use_bias)
-        return made
+    def build(self, m: Any) -> Any:
+        return type(m)(64, 4, 16, bias=m.attn.use_bias)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return {
@@ -67,10 +60,10 @@ class Flux2Subject(JointSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of = self.kernels(bind), StepMemo(compact)
         swiglu = bind("gated_packed", activation="silu", gate_first=True)
 
-        def feed_forward(ff: Any, x: Tensor) -> Tensor:
+        def swiglu_forward(ff: Any, x: Tensor) -> Tensor:
             if is_replaced(ff):
                 return ff(x)  # type: ignore[no-any-return]
             return ff.linear_out(swiglu(ff.linear_in(x)))  # type: ignore[no-any-return]
@@ -88,35 +81,25 @@ class Flux2Subject(JointSubject):
             if joint_attention_kwargs or not (
                 h.dtype == text.dtype == temb_mod_img.dtype == temb_mod_txt.dtype
             ):
-                return original(
-                    block,
-                    h,
-                    text,
-                    temb_mod_img,
-                    temb_mod_txt,
-                    image_rotary_emb,
-                    joint_attention_kwargs,
-                )
+                raise HandedBack
             a, split = block.attn, text.shape[1]
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             streams = (
-                Stream(
+                text_stream(
+                    a,
                     text,
                     temb_mod_txt.chunk(6, -1),
-                    added_qkv_of(a),
-                    (a.norm_added_q, a.norm_added_k),
                     rows(tables, 0, split),
-                    a.to_add_out,
-                    lambda x: feed_forward(block.ff_context, x),
+                    block.ff_context,
+                    swiglu_forward,
                 ),
-                Stream(
+                image_stream(
+                    a,
                     h,
                     temb_mod_img.chunk(6, -1),
-                    qkv_of(a),
-                    (a.norm_q, a.norm_k),
                     rows(tables, split, split + h.shape[1]),
-                    to_out(a),
-                    lambda x: feed_forward(block.ff, x),
+                    block.ff,
+                    swiglu_forward,
                 ),
             )
             backend = a.processor._attention_backend
@@ -132,10 +115,6 @@ class Flux2SingleSubject(JointSubject):
     processor = "Flux2ParallelSelfAttnProcessor"
 
     @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [block.attn]
-
-    @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
         return [block.norm]
 
@@ -149,9 +128,8 @@ class Flux2SingleSubject(JointSubject):
             return "its MLP is not gated"
         return _unfit_activation(block.attn.mlp_act_fn)
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(64, 4, 16, bias=block.attn.use_bias)
-        return made
+    def build(self, m: Any) -> Any:
+        return type(m)(64, 4, 16, bias=m.attn.use_bias)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return {
@@ -162,7 +140,7 @@ class Flux2SingleSubject(JointSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of = self.kernels(bind), StepMemo(compact)
         swiglu = bind("gated_packed", activation="silu", gate_first=True)
 
         def fused(
@@ -178,16 +156,7 @@ class Flux2SingleSubject(JointSubject):
             h, text = hidden_states, encoder_hidden_states
             same = h.dtype == temb_mod.dtype and (text is None or text.dtype == h.dtype)
             if joint_attention_kwargs or not same:
-                return original(
-                    block,
-                    h,
-                    text,
-                    temb_mod,
-                    image_rotary_emb,
-                    joint_attention_kwargs,
-                    split_hidden_states,
-                    text_seq_len,
-                )
+                raise HandedBack
             if text is not None:
                 text_seq_len, h = text.shape[1], joined(text, h)
             a = block.attn
@@ -214,7 +183,3 @@ def _unfit_activation(module: nn.Module) -> str | None:
 def _sample_tables(generator: torch.Generator) -> Tables:
     angles = torch.randn(16, 8, generator=generator).repeat_interleave(2, -1)
     return angles.cos(), angles.sin()
-
-
-FLUX2 = JointFamily("^Flux2TransformerBlock$", Flux2Subject)
-FLUX2_SINGLE = JointFamily("^Flux2SingleTransformerBlock$", Flux2SingleSubject)

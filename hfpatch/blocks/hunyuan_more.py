@@ -16,17 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.blocks.hunyuan_video import HunyuanVideoSingleSubject, HunyuanVideoSubject
-from hfpatch.blocks.joint import (
-    JointFamily,
-    Stream,
-    added_qkv_of,
-    compact,
-    qkv_of,
-    to_out,
-)
+from hfpatch.blocks.base import HandedBack
+from hfpatch.blocks.hunyuan_video import HunyuanVideoSingleSubject, HunyuanVideoSubject, Masking
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.projections import feed_forward
 from hfpatch.proof.subject import Forward, Tensor
 
 
@@ -38,54 +30,18 @@ class HunyuanVideo15Subject(HunyuanVideoSubject):
         mask[1, 4:] = False
         return super().sample(block, generator) | {"attention_mask": mask}
 
-    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+    @staticmethod
+    def masking() -> Masking:
         masks_of = StepMemo(_masks)
 
-        def fused(
-            block: Any,
-            hidden_states: Tensor,
-            encoder_hidden_states: Tensor,
-            temb: Tensor,
-            attention_mask: Tensor | None = None,
-            freqs_cis: tuple[Tensor, Tensor] | None = None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            h, text, mask = hidden_states, encoder_hidden_states, attention_mask
-            if (
-                freqs_cis is None
-                or mask is None
-                or mask.ndim != 2
-                or not h.dtype == text.dtype == temb.dtype
-            ):
-                return original(block, h, text, temb, mask, freqs_cis, *args, **kwargs)
-            a = block.attn
-            streams = (
-                Stream(
-                    h,
-                    block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
-                    qkv_of(a),
-                    (a.norm_q, a.norm_k),
-                    tables_of(*freqs_cis),
-                    to_out(a),
-                    lambda x: feed_forward(block.ff, x),
-                ),
-                Stream(
-                    text,
-                    block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
-                    added_qkv_of(a),
-                    (a.norm_added_q, a.norm_added_k),
-                    None,
-                    a.to_add_out,
-                    lambda x: feed_forward(block.ff_context, x),
-                ),
-            )
-            kept, dropped = masks_of(mask, freqs_cis[0])
-            backend = a.processor._attention_backend
-            return tuple(kernels.double(streams, a.heads, kept, backend, dropped))
+        def masks(
+            mask: Tensor | None, tables: tuple[Tensor, Tensor] | None
+        ) -> tuple[Tensor | None, Tensor | None]:
+            if tables is None or mask is None or mask.ndim != 2:
+                raise HandedBack
+            return masks_of(mask, tables[0])
 
-        return fused
+        return masks
 
 
 def _masks(text_mask: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,10 +84,3 @@ class HunyuanImageSubject(HunyuanVideoSubject):
 
 class HunyuanImageSingleSubject(HunyuanVideoSingleSubject):
     processor = "HunyuanImageAttnProcessor"
-
-
-HUNYUAN_VIDEO15 = JointFamily("^HunyuanVideo15TransformerBlock$", HunyuanVideo15Subject)
-HUNYUAN_IMAGE = JointFamily("^HunyuanImageTransformerBlock$", HunyuanImageSubject)
-HUNYUAN_IMAGE_SINGLE = JointFamily(
-    "^HunyuanImageSingleTransformerBlock$", HunyuanImageSingleSubject
-)

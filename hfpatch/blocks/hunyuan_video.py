@@ -9,31 +9,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.flux import FluxSingleSubject, FluxSubject
 from hfpatch.blocks.joint import (
-    JointFamily,
     Part,
-    Stream,
     Tokens,
-    added_qkv_of,
     compact,
+    image_stream,
     joined,
     mlp,
     mlp_first,
     product_of_two,
     qkv_of,
-    to_out,
+    text_stream,
     weights_of,
 )
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.projections import feed_forward
+from hfpatch.blocks.parts import drawing
 from hfpatch.proof.subject import Forward, Tensor
+
+Masking = Callable[
+    [Tensor | None, tuple[Tensor, Tensor] | None], tuple[Tensor | None, Tensor | None]
+]
 
 
 def _sample(generator: torch.Generator, tables: str) -> dict[str, Any]:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    draw = drawing(generator)
     angles = draw(10, 8).repeat_interleave(2, -1)
     mask = torch.ones(2, 1, 1, 16, dtype=torch.bool)
     mask[1, ..., 13:] = False
@@ -55,15 +56,20 @@ class HunyuanVideoSubject(FluxSubject):
             return "its attention has no projections of the text"
         return super().unfit(block)
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(num_attention_heads=4, attention_head_dim=16, mlp_ratio=4.0)
-        return made
+    def build(self, m: Any) -> Any:
+        return type(m)(num_attention_heads=4, attention_head_dim=16, mlp_ratio=4.0)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return _sample(generator, "freqs_cis")
 
+    @staticmethod
+    def masking() -> Masking:
+        """What makes of the call's mask and tables the keys that are attended to, and which text
+        tokens' attention gives nothing."""
+        return lambda mask, tables: (mask, None)
+
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of, masking = self.kernels(bind), StepMemo(compact), self.masking()
 
         def fused(
             block: Any,
@@ -77,30 +83,27 @@ class HunyuanVideoSubject(FluxSubject):
         ) -> Any:
             h, text = hidden_states, encoder_hidden_states
             if not h.dtype == text.dtype == temb.dtype:
-                return original(block, h, text, temb, attention_mask, freqs_cis, *args, **kwargs)
+                raise HandedBack
+            kept, dropped = masking(attention_mask, freqs_cis)
             a = block.attn
             streams = (
-                Stream(
+                image_stream(
+                    a,
                     h,
                     block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
-                    qkv_of(a),
-                    (a.norm_q, a.norm_k),
                     None if freqs_cis is None else tables_of(*freqs_cis),
-                    to_out(a),
-                    lambda x: feed_forward(block.ff, x),
+                    block.ff,
                 ),
-                Stream(
+                text_stream(
+                    a,
                     text,
                     block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
-                    added_qkv_of(a),
-                    (a.norm_added_q, a.norm_added_k),
                     None,
-                    a.to_add_out,
-                    lambda x: feed_forward(block.ff_context, x),
+                    block.ff_context,
                 ),
             )
             backend = a.processor._attention_backend
-            return tuple(kernels.double(streams, a.heads, attention_mask, backend))
+            return tuple(kernels.double(streams, a.heads, kept, backend, dropped))
 
         return fused
 
@@ -114,15 +117,14 @@ class HunyuanVideoSingleSubject(FluxSingleSubject):
             return "its attention has projections of the text or of its output"
         return super().unfit(block)
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(num_attention_heads=4, attention_head_dim=16)
-        return made
+    def build(self, m: Any) -> Any:
+        return type(m)(num_attention_heads=4, attention_head_dim=16)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return _sample(generator, "image_rotary_emb")
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+        kernels, tables_of = self.kernels(bind), StepMemo(compact)
 
         def fused(
             block: Any,
@@ -136,9 +138,7 @@ class HunyuanVideoSingleSubject(FluxSingleSubject):
         ) -> Any:
             h, text = hidden_states, encoder_hidden_states
             if not h.dtype == text.dtype == temb.dtype:
-                return original(
-                    block, h, text, temb, attention_mask, image_rotary_emb, *args, **kwargs
-                )
+                raise HandedBack
             a, split = block.attn, h.shape[1]
             h = joined(h, text)
             shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
@@ -155,9 +155,3 @@ class HunyuanVideoSingleSubject(FluxSingleSubject):
             return h[:, :split], h[:, split:]
 
         return fused
-
-
-HUNYUAN_VIDEO = JointFamily("^HunyuanVideoTransformerBlock$", HunyuanVideoSubject)
-HUNYUAN_VIDEO_SINGLE = JointFamily(
-    "^HunyuanVideoSingleTransformerBlock$", HunyuanVideoSingleSubject
-)

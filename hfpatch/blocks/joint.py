@@ -8,20 +8,20 @@ and MLP from one `modulate(norm(h))` of the joint sequence. A family says which 
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hfpatch.blocks.attention import attention
-from hfpatch.blocks.base import BlockSubject, unhooked
+from hfpatch.blocks.base import BlockSubject
 from hfpatch.blocks.memo import StepMemo, for_a_graph
 from hfpatch.blocks.parts import check_pairs
 from hfpatch.blocks.projections import (
+    feed_forward,
     gelu_product,
     is_packed,
     is_plain,
@@ -29,7 +29,7 @@ from hfpatch.blocks.projections import (
     project,
     project_into,
 )
-from hfpatch.proof.subject import Combo, Family, Forward, Subject, Tensor
+from hfpatch.proof.subject import Combo, Tensor
 
 Tables = tuple[Tensor, Tensor]
 #: Per stream or block, as AdaLN-Zero chunks them: shift, scale, gate, then the FFN's three.
@@ -69,6 +69,34 @@ class Stream(NamedTuple):
     tables: Tables | None
     out: Callable[[Tensor], Tensor]
     ff: Callable[[Tensor], Tensor]
+
+
+def image_stream(
+    attn: Any,
+    h: Tensor,
+    modulation: Modulation,
+    tables: Tables | None,
+    ff: Any,
+    run: Callable[[Any, Tensor], Tensor] = feed_forward,
+) -> Stream:
+    """The stream that an attention has its own projections for; `run(ff, x)` is its FFN."""
+    norms = (attn.norm_q, attn.norm_k)
+    out = to_out(attn)
+    return Stream(h, modulation, qkv_of(attn), norms, tables, out, lambda x: run(ff, x))
+
+
+def text_stream(
+    attn: Any,
+    h: Tensor,
+    modulation: Modulation,
+    tables: Tables | None,
+    ff: Any,
+    run: Callable[[Any, Tensor], Tensor] = feed_forward,
+) -> Stream:
+    """The stream that it has added projections for."""
+    norms = (attn.norm_added_q, attn.norm_added_k)
+    out = attn.to_add_out
+    return Stream(h, modulation, added_qkv_of(attn), norms, tables, out, lambda x: run(ff, x))
 
 
 class JointKernels:
@@ -375,13 +403,6 @@ class JointSubject(BlockSubject):
         "gate_residual",
         "gate_residual_norm_modulate",
     )
-    #: Class name of diffusers' own attention processor for the family.
-    processor: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        """The attention modules, which are not called."""
 
     @classmethod
     @abstractmethod
@@ -393,9 +414,8 @@ class JointSubject(BlockSubject):
         """Further modules that are not called."""
         return []
 
-    @abstractmethod
-    def build(self, block: Any) -> nn.Module:
-        """A small block: the constructor of `block`'s class with its settings, other sizes."""
+    def build(self, m: Any) -> Any:
+        return type(m)(dim=64, num_attention_heads=4, attention_head_dim=16)
 
     @classmethod
     def unfit(cls, block: Any) -> str | None:
@@ -409,12 +429,17 @@ class JointSubject(BlockSubject):
         return [norm for norm in found if norm is not None]
 
     @classmethod
-    def bypass(cls, block: Any) -> list[nn.Module]:
+    def unused(cls, block: Any) -> list[nn.Module]:
         parts = (cls.attentions, cls.qk_norms, cls.layer_norms, cls.others)
         return [module for part in parts for module in part(block)]
 
-    def idle(self) -> list[nn.Module]:
-        return self.bypass(self.module)
+    @classmethod
+    def odd(cls, block: Any) -> str | None:
+        return cls.unfit(block) or _mismatch(cls, block)
+
+    @classmethod
+    def projection(cls, block: Any) -> Any:
+        return None
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that are worth one product each: q, k and v of each stream."""
@@ -426,81 +451,31 @@ class JointSubject(BlockSubject):
                 groups.append(list(added_qkv_of(attn)))
         return groups
 
-    @classmethod
-    def ready(cls, block: Any) -> bool:
-        for attn in cls.attentions(block):
-            processor = attn.processor
-            if (
-                type(processor).__name__ != cls.processor
-                or getattr(processor, "_parallel_config", None) is not None
-                or getattr(attn, "fused_projections", False)
-            ):
-                return False
-        return True
-
     def main_combo(self) -> Combo:
         # a quantized projection's weight is no dtype to compute in; a norm's is
         parameters = [p for m in self.idle() for p in m._parameters.values() if p is not None]
         parameters += [p for p in self.module.parameters() if p.is_floating_point()]
         return Combo(parameters[0].dtype, None)
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-        with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator
-            block = self.build(m)
+    def settle(self, block: Any, m: Any) -> None:
         for part in (self.qk_norms, self.layer_norms):
             for ours, theirs in zip(part(block), part(m), strict=True):
                 ours.eps = theirs.eps
-        with torch.no_grad():
-            for p in block.parameters():
-                scale = p.shape[-1] ** -0.5 if p.ndim > 1 else 1.0
-                offset = 1.0 if p.ndim == 1 else 0.0
-                p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
-        return block
 
     def kernels(self, bind: Callable[..., Callable[..., Any]]) -> JointKernels:
         norms = self.qk_norms(self.module)
         eps = self.layer_norms(self.module)[0].eps
         return JointKernels(bind, eps, norms[0] if norms else None)
 
-    def handed_back(self) -> Forward:
-        """The original forward, for calls that the fused one does not cover."""
-        return type(self.module).forward
-
-
-class JointFamily(Family):
-    """A row: a pattern of class names and what their blocks are."""
-
-    name = "block"
-    rank = 5
-
-    def __init__(self, pattern: str, subject: type[JointSubject]) -> None:
-        self.pattern = re.compile(pattern)
-        self._subject = subject
-
-    def examine(self, module: nn.Module) -> Subject | str | None:
-        subject = self._subject
-        try:
-            why = subject.unfit(module) or _mismatch(subject, module)
-        except (AttributeError, IndexError, TypeError, ValueError) as e:
-            return f"not the block it is named after: {e}"
-        return why or subject(module)
-
 
 def _mismatch(subject: type[JointSubject], block: Any) -> str | None:
     """Why a block cannot be fused as it is, or None."""
     attentions = subject.attentions(block)
-    for attn in attentions:
-        if type(attn.processor).__name__ != subject.processor:
-            return f"its attention processor is `{type(attn.processor).__name__}`"
-        if getattr(attn, "fused_projections", False):
-            return "its projections were merged by `fuse_qkv_projections`"
+    if not attentions:
+        return "it has no attention"
     outs = [getattr(a, "to_out", None) for a in attentions]
     if any(isinstance(out, nn.ModuleList) and len(out) != 2 for out in outs):
         return "its attention's output is no linear layer and a dropout"
-    idle = subject.bypass(block)
-    if not unhooked(*idle):
-        return "a module inside has hooks, which the fused forward would not run"
     norms = subject.layer_norms(block)
     for norm in norms:
         if not isinstance(norm, nn.LayerNorm):
@@ -517,6 +492,7 @@ def _mismatch(subject: type[JointSubject], block: Any) -> str | None:
         return "its norms of q and k differ in class or eps"
     if any(cast_of(n) is None or n.eps is None or getattr(n, "bias", None) is not None for n in qk):
         return f"its q and k are normed by `{type(qk[0]).__name__}`"
+    idle = subject.unused(block)
     dtypes = {p.dtype for m in idle for p in m._parameters.values() if p is not None}
     if len(dtypes) > 1:
         return f"its norms are {', '.join(sorted(map(str, dtypes)))}"

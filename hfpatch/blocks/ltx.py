@@ -7,7 +7,6 @@ quantized linears, offload hooks), are called as modules.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.attention import attention
-from hfpatch.blocks.base import BlockSubject, unhooked
+from hfpatch.blocks.base import BlockSubject, compute_dtype
 from hfpatch.blocks.chain import Chain, Place
 from hfpatch.blocks.memo import StepMemo, companion, stream_of
-from hfpatch.blocks.parts import Constant, check_pairs, compute_dtype
+from hfpatch.blocks.parts import Constant, bias_of_heads, check_pairs, drawing, gelu_of
 from hfpatch.blocks.projections import (
     feed_forward,
     is_plain,
@@ -27,9 +26,7 @@ from hfpatch.blocks.projections import (
     packed_product,
     project,
 )
-from hfpatch.proof.subject import Combo, Family, Forward, Subject, Tensor
-
-_PROCESSOR = "LTXVideoAttnProcessor"
+from hfpatch.proof.subject import Forward, Tensor
 
 
 class LtxSubject(BlockSubject):
@@ -41,6 +38,7 @@ class LtxSubject(BlockSubject):
         "rms_norm",
     )
     title = "fused block: AdaLN, qk norm + RoPE, gates"
+    processor = "LTXVideoAttnProcessor"
     chained = True
     like = ("hidden_states",)
     anchor = ("scale_shift_table",)
@@ -53,46 +51,43 @@ class LtxSubject(BlockSubject):
         a2: Any = self.module.attn2
         return [[a2.to_k, a2.to_v]]
 
-    def main_combo(self) -> Combo:
-        m: Any = self.module
-        return Combo(compute_dtype([m], m.attn1.to_out[0]), None)
-
-    def idle(self) -> list[nn.Module]:
-        m: Any = self.module
-        return _idle(m)
+    @staticmethod
+    def unused(block: Any) -> list[nn.Module]:
+        found: list[nn.Module] = [block.norm1, block.norm2]
+        for attn in (block.attn1, block.attn2):
+            found += [attn, attn.norm_q, attn.norm_k]
+        return found
 
     @staticmethod
-    def ready(block: nn.Module) -> bool:
-        return _ready(block)
+    def odd(block: Any) -> str | None:
+        approximate = block.ff.net[0].approximate
+        if approximate not in ("tanh", "none"):
+            return f"its FFN uses gelu(approximate={approximate!r})"
+        idle, projection = LtxSubject.unused(block), compute_dtype([block], block.attn1.to_out[0])
+        dtypes = {p.dtype for part in idle for p in part._parameters.values() if p is not None}
+        if dtypes - {projection}:
+            return f"its norms are {', '.join(map(str, dtypes))}, its projections {projection}"
+        return None
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-        with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator
-            block: Any = type(m)(
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                cross_attention_dim=48,
-                activation_fn=_activation(m),
-                attention_bias=m.attn1.to_q.bias is not None,
-                attention_out_bias=m.attn1.to_out[0].bias is not None,
-                eps=m.norm1.eps,
-                elementwise_affine=m.norm1.weight is not None,
-            )
-        for attn, theirs in ((block.attn1, m.attn1), (block.attn2, m.attn2)):
-            attn.norm_q.eps, attn.norm_k.eps = theirs.norm_q.eps, theirs.norm_k.eps
-        with torch.no_grad():
-            for p in block.parameters():
-                scale = p.shape[-1] ** -0.5 if p.ndim > 1 else 1.0
-                offset = 1.0 if p.ndim == 1 else 0.0
-                p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
-        result: nn.Module = block
-        return result
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            cross_attention_dim=48,
+            activation_fn=gelu_of(m.ff),
+            attention_bias=m.attn1.to_q.bias is not None,
+            attention_out_bias=m.attn1.to_out[0].bias is not None,
+            eps=m.norm1.eps,
+            elementwise_affine=m.norm1.weight is not None,
+        )
+
+    def settle(self, block: Any, m: Any) -> None:
+        for ours, theirs in zip(self.attentions(block), self.attentions(m), strict=True):
+            ours.norm_q.eps, ours.norm_k.eps = theirs.norm_q.eps, theirs.norm_k.eps
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         angles = draw(2, 10, 32).repeat_interleave(2, -1)
         mask = torch.zeros(2, 1, 6)
         mask[1, :, 4:] = -10000.0
@@ -221,8 +216,7 @@ def _mask(attn: Any, mask: Tensor | None, text: Tensor) -> Tensor | None:
     batch, length = text.shape[:2]
     if mask.ndim == 3 and mask.shape[0] == batch and mask.shape[-1] == length:
         return mask[:, None].expand(batch, attn.heads, mask.shape[1], length)  # as a view
-    mask = attn.prepare_attention_mask(mask, length, batch)
-    return mask.view(batch, attn.heads, -1, mask.shape[-1])
+    return bias_of_heads(attn, mask, length, batch)
 
 
 def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,50 +233,3 @@ def _halved(table: Tensor) -> Tensor:
         return kept  # type: ignore[no-any-return]
     one = table[:1] if table.stride(0) == 0 else table  # of all samples, expanded
     return one[..., ::2].contiguous()
-
-
-def _activation(m: Any) -> str:
-    return "gelu-approximate" if m.ff.net[0].approximate == "tanh" else "gelu"
-
-
-def _idle(m: Any) -> list[nn.Module]:
-    found: list[nn.Module] = [m.norm1, m.norm2]
-    for attn in (m.attn1, m.attn2):
-        found += [attn, attn.norm_q, attn.norm_k]
-    return found
-
-
-def _ready(m: Any) -> bool:
-    for attn in (m.attn1, m.attn2):
-        processor = attn.processor
-        if type(processor).__name__ != _PROCESSOR or processor._parallel_config is not None:
-            return False
-    return True
-
-
-class LtxBlocks(Family):
-    name = "block"
-    pattern = re.compile(r"^LTXVideoTransformerBlock$")
-    rank = 5
-
-    def examine(self, module: nn.Module) -> Subject | str | None:
-        m: Any = module
-        try:
-            idle = _idle(m)
-            approximate = m.ff.net[0].approximate
-            dtypes = {p.dtype for part in idle for p in part._parameters.values() if p is not None}
-            projection = compute_dtype([m], m.attn1.to_out[0])
-        except (AttributeError, IndexError, TypeError) as e:
-            return f"not the block it is named after: {e}"
-        if any(type(a.processor).__name__ != _PROCESSOR for a in (m.attn1, m.attn2)):
-            return f"its attention processor is `{type(m.attn1.processor).__name__}`"
-        if not unhooked(*idle):
-            return "a module inside has hooks, which the fused forward would not run"
-        if approximate not in ("tanh", "none"):
-            return f"its FFN uses gelu(approximate={approximate!r})"
-        if dtypes - {projection}:
-            return f"its norms are {', '.join(map(str, dtypes))}, its projections {projection}"
-        return LtxSubject(module)
-
-
-LTX = LtxBlocks()

@@ -20,18 +20,18 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.attention import attention
+from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.joint import cast_of
 from hfpatch.blocks.memo import accompany, companion
 from hfpatch.blocks.parts import (
-    BlockFamily,
     Constant,
-    ModelBlock,
+    bias_of_heads,
     check_pairs,
+    drawing,
     gelu_of,
     heads_of,
     odd_dtypes,
     odd_feed_forward,
-    small,
 )
 from hfpatch.blocks.projections import feed_forward, is_plain, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
@@ -56,34 +56,24 @@ class Side(NamedTuple):
     adaln: str
 
 
-VIDEO = Side(
-    "norm1",
-    "norm2",
-    "audio_to_video_norm",
-    "norm3",
-    "attn1",
-    "attn2",
-    "audio_to_video_attn",
-    "ff",
-    "scale_shift_table",
-    "prompt_scale_shift_table",
-    "video_a2v_cross_attn_scale_shift_table",
-    "video_cross_attn_adaln",
-)
-AUDIO = Side(
-    "audio_norm1",
-    "audio_norm2",
-    "video_to_audio_norm",
-    "audio_norm3",
-    "audio_attn1",
-    "audio_attn2",
-    "video_to_audio_attn",
-    "audio_ff",
-    "audio_scale_shift_table",
-    "audio_prompt_scale_shift_table",
-    "audio_a2v_cross_attn_scale_shift_table",
-    "audio_cross_attn_adaln",
-)
+def _side(own: str, other: str, prefix: str) -> Side:
+    return Side(
+        norm1=f"{prefix}norm1",
+        norm2=f"{prefix}norm2",
+        cross_norm=f"{other}_to_{own}_norm",
+        norm3=f"{prefix}norm3",
+        attn1=f"{prefix}attn1",
+        attn2=f"{prefix}attn2",
+        cross=f"{other}_to_{own}_attn",
+        ff=f"{prefix}ff",
+        table=f"{prefix}scale_shift_table",
+        prompt_table=f"{prefix}prompt_scale_shift_table",
+        cross_table=f"{own}_a2v_cross_attn_scale_shift_table",
+        adaln=f"{own}_cross_attn_adaln",
+    )
+
+
+VIDEO, AUDIO = _side("video", "audio", ""), _side("audio", "video", "audio_")
 #: Where the modulations of each direction begin in the cross-attention's tables: scale, shift.
 _TO_VIDEO, _TO_AUDIO = 0, 2
 
@@ -100,7 +90,7 @@ class _Stream:
         self.seen: dict[int, Tensor] = {}
 
 
-class Ltx2Subject(ModelBlock):
+class Ltx2Subject(BlockSubject):
     ops = (
         "norm_modulate",
         "qk_norm_rope",
@@ -150,47 +140,37 @@ class Ltx2Subject(ModelBlock):
         why = odd_feed_forward(block.ff) or odd_feed_forward(block.audio_ff)
         return why or odd_dtypes([block, *Ltx2Subject.unused(block)], block.attn1.to_out[0])
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            cross_attention_dim=64,  # a modulated text is as wide as the stream
+            audio_dim=32,
+            audio_num_attention_heads=4,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=32,
+            video_gated_attn=m.attn1.to_gate_logits is not None,
+            audio_gated_attn=m.audio_attn1.to_gate_logits is not None,
+            video_cross_attn_adaln=m.video_cross_attn_adaln,
+            audio_cross_attn_adaln=m.audio_cross_attn_adaln,
+            activation_fn=gelu_of(m.ff),
+            attention_bias=m.attn1.to_q.bias is not None,
+            attention_out_bias=m.attn1.to_out[0].bias is not None,
+            eps=m.norm1.eps,
+            elementwise_affine=m.norm1.weight is not None,
+            rope_type=m.attn1.rope_type,
+            perturbed_attn=m.perturbed_attn,
+            ff_bias=m.ff.net[0].proj.bias is not None,
+            audio_ff_bias=m.audio_ff.net[0].proj.bias is not None,
+        )
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                cross_attention_dim=64,  # a modulated text is as wide as the stream
-                audio_dim=32,
-                audio_num_attention_heads=4,
-                audio_attention_head_dim=8,
-                audio_cross_attention_dim=32,
-                video_gated_attn=m.attn1.to_gate_logits is not None,
-                audio_gated_attn=m.audio_attn1.to_gate_logits is not None,
-                video_cross_attn_adaln=m.video_cross_attn_adaln,
-                audio_cross_attn_adaln=m.audio_cross_attn_adaln,
-                activation_fn=gelu_of(m.ff),
-                attention_bias=m.attn1.to_q.bias is not None,
-                attention_out_bias=m.attn1.to_out[0].bias is not None,
-                eps=m.norm1.eps,
-                elementwise_affine=m.norm1.weight is not None,
-                rope_type=m.attn1.rope_type,
-                perturbed_attn=m.perturbed_attn,
-                ff_bias=m.ff.net[0].proj.bias is not None,
-                audio_ff_bias=m.audio_ff.net[0].proj.bias is not None,
-            )
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
         for ours, theirs in zip(self.attentions(block), self.attentions(m), strict=True):
             ours.norm_q.eps = ours.norm_k.eps = theirs.norm_q.eps
-        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         m: Any = block
 
         def tables(tokens: int, width: int) -> Rotary:
@@ -231,7 +211,6 @@ class Ltx2Subject(ModelBlock):
         gate_modulate = bind("gate_residual_norm_modulate", **norm)
         gated_sum = bind("gate_residual", cast="input")
         ones, zeros, attend = Constant(1.0), Constant(0.0), Attend(m, bind)
-        original = type(m).forward
 
         def start(
             block: Any,
@@ -325,9 +304,7 @@ class Ltx2Subject(ModelBlock):
                 or all_perturbed
                 or any(t is not None and t.dtype != hidden_states.dtype for t in given)
             ):
-                rest = (*texts, *embeddings, *gates, *prompts, *rotaries, *masks, *crossing)
-                perturbed = (perturbation_mask, all_perturbed)
-                return original(block, hidden_states, audio_hidden_states, *rest, *perturbed)
+                raise HandedBack
 
             video = _Stream(block, VIDEO, hidden_states, temb)
             audio = _Stream(block, AUDIO, audio_hidden_states, temb_audio)
@@ -418,8 +395,7 @@ class Attend:
             k = self._normed_rope(k, weights[1], k_rotary or q_rotary)
         q, k, v = heads_of(attn, *(t.flatten(2) for t in (q, k, v)))
         if mask is not None:
-            mask = attn.prepare_attention_mask(mask, length, x.shape[0])
-            mask = mask.view(x.shape[0], attn.heads, -1, mask.shape[-1])
+            mask = bias_of_heads(attn, mask, length, x.shape[0])
         out = attention(q, k, v, mask, backend=attn.processor._attention_backend)
         if logits is not None:
             out = out * (2.0 * torch.sigmoid(logits)).unsqueeze(-1)
@@ -465,11 +441,3 @@ def _modulated(text: Tensor, table: Tensor, prompt: Tensor | None) -> Tensor:
 def _norms(block: Any) -> list[Any]:
     names = [n for s in (VIDEO, AUDIO) for n in (s.norm1, s.norm2, s.cross_norm, s.norm3)]
     return [getattr(block, n) for n in names]
-
-
-class Ltx2Blocks(BlockFamily):
-    classes = ("LTX2VideoTransformerBlock",)
-    subject = Ltx2Subject
-
-
-LTX2 = Ltx2Blocks()

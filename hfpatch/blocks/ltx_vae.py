@@ -18,22 +18,12 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.blocks.parts import BlockFamily, ModelBlock, small
+from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.projections import is_plain_convolution, without_bias
-from hfpatch.proof.subject import Forward, Subject, Tensor
+from hfpatch.proof.subject import Forward, Tensor
 
 
-class LtxVaePart(ModelBlock):
-    """A part of the VAE; none has an attention."""
-
-    processor = ""
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return ()
-
-
-class LtxResnetSubject(LtxVaePart):
+class LtxResnetSubject(BlockSubject):
     argument = "inputs"
     ops = ("rms_norm_silu", "add_bias")
     title = "fused block: bias, norm and SiLU into padded frames, channels last"
@@ -67,24 +57,19 @@ class LtxResnetSubject(LtxVaePart):
                 return "its convolutions are no `LTXVideoCausalConv3d`s of stride 1"
         return None
 
-    @staticmethod
-    def projection(block: Any) -> Any:
+    @classmethod
+    def projection(cls, block: Any) -> Any:
         return block.conv1.conv
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
+    def build(self, m: Any) -> Any:
         shortcut = m.conv_shortcut is not None
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                in_channels=16,
-                out_channels=24 if shortcut else 16,
-                eps=m.norm3.eps if shortcut else 1e-6,
-                is_causal=m.conv1.is_causal,
-                timestep_conditioning=m.scale_shift_table is not None,
-            )
-
-        return small(make, generator)
+        return type(m)(
+            in_channels=16,
+            out_channels=24 if shortcut else 16,
+            eps=m.norm3.eps if shortcut else 1e-6,
+            is_causal=m.conv1.is_causal,
+            timestep_conditioning=m.scale_shift_table is not None,
+        )
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block
@@ -117,7 +102,7 @@ class LtxResnetSubject(LtxVaePart):
                 or (modulated and not _is_per_sample(temb, inputs))
                 or not (_takes_rows(block.conv1, inputs) and _takes_rows(block.conv2, inputs))
             ):
-                return type(block).forward(block, inputs, temb, generator)  # type: ignore[no-any-return]
+                raise HandedBack
             shift1 = scale1 = shift2 = scale2 = None
             if modulated:
                 time = temb.view(inputs.shape[0], 4, -1) + table
@@ -136,7 +121,7 @@ class LtxResnetSubject(LtxVaePart):
         return fused
 
 
-class LtxConvSubject(LtxVaePart):
+class LtxConvSubject(BlockSubject):
     """A causal convolution of a video in channels-last memory, which `torch.cat` would undo."""
 
     ops = ("add_bias",)
@@ -147,27 +132,27 @@ class LtxConvSubject(LtxVaePart):
         return []
 
     @staticmethod
+    def is_another(block: Any) -> bool:
+        size = getattr(block, "kernel_size", None)
+        return isinstance(size, tuple) and size[0] == 1  # adds no frames
+
+    @staticmethod
     def odd(block: Any) -> str | None:
         return None if type(block.conv) is nn.Conv3d else "its convolution is no `nn.Conv3d`"
 
-    @staticmethod
-    def projection(block: Any) -> Any:
+    @classmethod
+    def projection(cls, block: Any) -> Any:
         return block.conv
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                in_channels=16,
-                out_channels=24,
-                kernel_size=m.kernel_size,
-                stride=m.conv.stride,
-                is_causal=m.is_causal,
-                padding_mode=m.conv.padding_mode,
-            )
-
-        return small(make, generator)
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            in_channels=16,
+            out_channels=24,
+            kernel_size=m.kernel_size,
+            stride=m.conv.stride,
+            is_causal=m.is_causal,
+            padding_mode=m.conv.padding_mode,
+        )
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         video = torch.randn(2, 16, 4, 6, 5, generator=generator)
@@ -179,7 +164,7 @@ class LtxConvSubject(LtxVaePart):
         def fused(block: Any, hidden_states: Tensor) -> Tensor:
             x = hidden_states
             if x.ndim != 5 or x.is_contiguous() or not (_is_rows(x) and _takes_rows(block, x)):
-                return type(block).forward(block, x)  # type: ignore[no-any-return]
+                raise HandedBack
             padded, inner = _with_room(block, _rows(x))
             inner.copy_(_rows(x))
             h, bias = without_bias(block.conv, _repeat_frames(block, padded))
@@ -188,7 +173,7 @@ class LtxConvSubject(LtxVaePart):
         return fused
 
 
-class LtxUpsamplerSubject(LtxVaePart):
+class LtxUpsamplerSubject(BlockSubject):
     """A convolution whose channels become pixels. The rows of its weight are put into the order in
     which the pixels' channels lie together, so that they are moved as they are."""
 
@@ -207,23 +192,18 @@ class LtxUpsamplerSubject(LtxVaePart):
             return "its convolution is no `LTXVideoCausalConv3d`"
         return None
 
-    @staticmethod
-    def projection(block: Any) -> Any:
+    @classmethod
+    def projection(cls, block: Any) -> Any:
         return block.conv.conv
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                in_channels=16 * m.upscale_factor,
-                stride=m.stride,
-                is_causal=m.conv.is_causal,
-                upscale_factor=m.upscale_factor,
-                padding_mode=m.conv.conv.padding_mode,
-            )
-
-        return small(make, generator)
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            in_channels=16 * m.upscale_factor,
+            stride=m.stride,
+            is_causal=m.conv.is_causal,
+            upscale_factor=m.upscale_factor,
+            padding_mode=m.conv.conv.padding_mode,
+        )
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block
@@ -243,7 +223,7 @@ class LtxUpsamplerSubject(LtxVaePart):
                 or conv.out_channels % count
                 or not _takes_rows(block.conv, hidden_states)
             ):
-                return type(block).forward(block, hidden_states)  # type: ignore[no-any-return]
+                raise HandedBack
             rows = hidden_states.permute(0, 2, 3, 4, 1)  # in any layout: it is copied anyway
             padded, inner = _with_room(block.conv, rows)
             inner.copy_(rows)
@@ -337,29 +317,3 @@ def _plus(add: Callable[..., Any], h: Tensor, bias: Tensor | None, x: Tensor | N
     rows = _rows(h)
     add(rows, rows, bias, None if x is None else _rows(x))
     return h
-
-
-class LtxVaeBlocks(BlockFamily):
-    classes = ("LTXVideoResnetBlock3d",)
-    subject = LtxResnetSubject
-
-
-class LtxVaeConvolutions(BlockFamily):
-    classes = ("LTXVideoCausalConv3d",)
-    subject = LtxConvSubject
-
-    def examine(self, module: nn.Module) -> Subject | str | None:
-        size = getattr(module, "kernel_size", None)
-        if isinstance(size, tuple) and size[0] == 1:
-            return None  # adds no frames
-        return super().examine(module)
-
-
-class LtxVaeUpsamplers(BlockFamily):
-    classes = ("LTXVideoUpsampler3d",)
-    subject = LtxUpsamplerSubject
-
-
-LTX_VAE = LtxVaeBlocks()
-LTX_VAE_CONVOLUTIONS = LtxVaeConvolutions()
-LTX_VAE_UPSAMPLERS = LtxVaeUpsamplers()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.joint import (
     JointKernels,
     Part,
@@ -30,28 +31,17 @@ from hfpatch.blocks.joint import (
     weights_of,
 )
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.parts import (
-    BlockFamily,
-    Constant,
-    ModelBlock,
-    odd_dtypes,
-    small,
-    undispatched,
-)
+from hfpatch.blocks.parts import Constant, drawing, odd_dtypes, undispatched
 from hfpatch.blocks.sandwich import NormedSum
 from hfpatch.proof.subject import Forward, Tensor
 
 _QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
-class MochiSubject(ModelBlock):
+class MochiSubject(BlockSubject):
     ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     title = "fused block: AdaLN, joint attention, qk norm + RoPE, gated sums of norms"
     processor = "MochiAttnProcessor2_0"
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return (block.attn1,)
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -81,32 +71,22 @@ class MochiSubject(ModelBlock):
             return "its attention has other outputs than it"
         return odd_dtypes(MochiSubject.unused(block), attn.to_out[0])
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            pooled_projection_dim=48,
+            context_pre_only=m.context_pre_only,
+            eps=_leaf(m.norm1).eps,
+        )
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                pooled_projection_dim=48,
-                context_pre_only=m.context_pre_only,
-                eps=_leaf(m.norm1).eps,
-            )
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
         for name in _QK_NORMS:
             getattr(block.attn1, name).eps = getattr(m.attn1, name).eps
-        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         angles = draw(10, 4, 8)
         mask = torch.ones(2, 6, dtype=torch.bool)
         mask[1, 4:] = False
@@ -124,7 +104,7 @@ class MochiSubject(ModelBlock):
         kernels = JointKernels(bind, eps, m.attn1.norm_q)  # of which the attention alone is alike
         modulate = bind("norm_modulate", eps=eps, norm="rms", cast="none")
         normed_sum, zeros = NormedSum(bind, eps), Constant(0.0)
-        lengths, original = StepMemo(_lengths), type(m).forward
+        lengths = StepMemo(_lengths)
 
         def after(
             h: Tensor, attended: Tensor, modulation: Tensor, gates: Tensor, ff: Any
@@ -144,7 +124,7 @@ class MochiSubject(ModelBlock):
         ) -> Any:
             h, text, rotary = hidden_states, encoder_hidden_states, image_rotary_emb
             if not h.dtype == text.dtype == temb.dtype:
-                return original(block, h, text, temb, encoder_attention_mask, rotary)
+                raise HandedBack
             attn = block.attn1
             # scale and gate, for the attention and for the FFN
             modulation = block.norm1.linear(kernels.silu(temb)).unflatten(1, (4, -1))
@@ -236,11 +216,3 @@ def _leaf(norm: Any) -> Any:
     while hasattr(norm, "norm"):
         norm = norm.norm
     return norm
-
-
-class MochiBlocks(BlockFamily):
-    classes = ("MochiTransformerBlock",)
-    subject = MochiSubject
-
-
-MOCHI = MochiBlocks()

@@ -6,137 +6,47 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hfpatch.blocks.attention import attention, fastest
-from hfpatch.blocks.base import BlockSubject, NotCovered, unhooked
+from hfpatch.blocks.base import BlockSubject, NotCovered, compute_dtype, odd_processors, unhooked
 from hfpatch.blocks.memo import current_operator, keep_for_capture
 from hfpatch.leaves.tables import hold_twice
-from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.proof.contract import Contract
-from hfpatch.proof.subject import Combo, Family, Forward, Subject, Tensor
-
-
-class ModelBlock(BlockSubject):
-    """A block whose file says which children it never calls and what else it relies on."""
-
-    #: Class name of the attention processors that the fused forward stands in for.
-    processor: ClassVar[str | tuple[str, ...]]
-    #: Name of the first parameter of the class's forward.
-    argument: ClassVar[str] = "hidden_states"
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        """The attentions whose processor is not called."""
-        raise NotImplementedError
-
-    @staticmethod
-    def unused(block: Any) -> list[nn.Module]:
-        """Modules that the fused forward reads but never calls."""
-        raise NotImplementedError
-
-    @staticmethod
-    def odd(block: Any) -> str | None:
-        """Why this block is not what the fused forward computes; None if it is."""
-        raise NotImplementedError
-
-    @staticmethod
-    def projection(block: Any) -> Any:
-        """A linear layer: its dtype is the one that the model computes in."""
-        raise NotImplementedError
-
-    @classmethod
-    def works_in(cls, block: nn.Module) -> torch.dtype | None:
-        # what stands there by now may be somebody's own layer, which need not have a weight
-        projection = cls.projection(block)
-        weight = projection.__dict__.get("_parameters", {}).get("weight")  # the quick way
-        if type(weight) is not nn.Parameter or "weight" in projection.__dict__:
-            weight = getattr(projection, "weight", None)
-        dtype = weight.dtype if isinstance(weight, Tensor) else None
-        return dtype if dtype in KERNEL_DTYPES else None  # a quantizer's own is no such
-
-    @classmethod
-    def ready(cls, block: nn.Module) -> bool:
-        return odd_processors(cls.processor, cls.attentions(block)) is None
-
-    def forward(self, original: Forward, contract: Contract) -> Forward:
-        inner, name = super().forward(original, contract), self.argument
-        if name == "hidden_states":
-            return inner
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if name in kwargs:
-                return inner(self, kwargs.pop(name), *args, **kwargs)
-            return inner(self, *args, **kwargs)
-
-        return forward
-
-    def idle(self) -> list[nn.Module]:
-        return type(self).unused(self.module)
-
-    def main_combo(self) -> Combo:
-        modules = [self.module, *self.idle()]
-        return Combo(compute_dtype(modules, type(self).projection(self.module)), None)
+from hfpatch.proof.subject import Family, Subject, Tensor
 
 
 class BlockFamily(Family):
-    """A row of the registry: a class name and its `ModelBlock`."""
+    """A row of the registry: a class name and its `BlockSubject`."""
 
     name = "block"
     rank = 5
-    subject: ClassVar[type[ModelBlock]]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        names = getattr(cls, "classes", ())
-        cls.pattern = re.compile(f"^(?:{'|'.join(map(re.escape, names))})$")
-
-    #: Names of the classes.
-    classes: ClassVar[tuple[str, ...]] = ()
+    def __init__(self, name: str, subject: type[BlockSubject]) -> None:
+        self.pattern = re.compile(f"^{re.escape(name)}$")
+        self._subject = subject
 
     def examine(self, module: nn.Module) -> Subject | str | None:
-        kind = self.subject
+        kind = self._subject
+        if kind.is_another(module):
+            return None
         try:
             why = odd_processors(kind.processor, kind.attentions(module)) or kind.odd(module)
             if why is not None:
                 return why
             idle = kind.unused(module)
-            if kind.projection(module).weight.dtype is None:
+            projection = kind.projection(module)
+            if projection is not None and projection.weight.dtype is None:
                 return "its projection has no weight"
-        except (AttributeError, IndexError, KeyError, TypeError) as e:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
             return f"not the block it is named after: {e}"
         if not unhooked(*idle):
             return "a module inside has hooks, which the fused forward would not run"
         return kind(module)
-
-
-def compute_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
-    """The dtype that a block computes in: that of `projection`'s weight, or, where a quantizer
-    stores that weight in a dtype of its own, the narrowest that parameters in `modules` have."""
-    dtype: torch.dtype = projection.weight.dtype
-    if dtype in KERNEL_DTYPES:
-        return dtype
-    others = [p.dtype for m in modules for p in m.parameters() if p.dtype in KERNEL_DTYPES]
-    return min(others, key=lambda d: d.itemsize, default=dtype)
-
-
-def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> str | None:
-    """Why an attention is not the one that class `name` computes, as diffusers builds it."""
-    names = (name,) if isinstance(name, str) else name
-    for attn in attentions:
-        processor = attn.processor
-        if type(processor).__name__ not in names:
-            return f"its attention processor is `{type(processor).__name__}`"
-        if getattr(processor, "_parallel_config", None) is not None:
-            return "its attention is split over several GPUs"
-        if attn.__dict__.get("fused_projections"):
-            return "its projections were fused by `fuse_qkv_projections()`"
-    return None
 
 
 def odd_dtypes(modules: Sequence[nn.Module], projection: Any) -> str | None:
@@ -172,21 +82,9 @@ def odd_feed_forward(ff: Any) -> str | None:
     return f"its FFN uses `{type(first).__name__}`"
 
 
-def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
-    """What `make` builds, with random parameters: about 1 in vectors, 1/sqrt(fan in) in matrices
-    and in the kernels of convolutions.
-
-    `make` draws from a copy of the global generator.
-    """
-    with torch.random.fork_rng(devices=[]):
-        block = make()
-    with torch.no_grad():
-        for p in block.parameters():
-            inputs = p[0].numel() if p.ndim > 3 else p.shape[-1]
-            scale = inputs**-0.5 if p.ndim > 1 else 1.0
-            offset = 1.0 if p.ndim == 1 else 0.0
-            p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
-    return block
+def drawing(generator: torch.Generator) -> Callable[..., Tensor]:
+    """`draw(*shape)`: random numbers of a block's sample."""
+    return lambda *shape: torch.randn(*shape, generator=generator)
 
 
 def check_pairs(*tables: Tensor) -> None:
@@ -199,6 +97,12 @@ def heads_of(attn: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """[B, S, H D] as [B, S, H, D] views."""
     heads = attn.heads
     return tuple(t.view(*t.shape[:-1], heads, t.shape[-1] // heads) for t in tensors)
+
+
+def bias_of_heads(attn: Any, mask: Tensor, keys: int, batch: int) -> Tensor:
+    """A mask of a call as diffusers' processors give it to attention: [B, heads, 1 or S, keys]."""
+    mask = attn.prepare_attention_mask(mask, keys, batch)
+    return mask.view(batch, attn.heads, -1, mask.shape[-1])
 
 
 def dispatched(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

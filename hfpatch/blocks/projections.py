@@ -218,19 +218,19 @@ def output_projection(attn: Any, x: Tensor) -> Tensor:
 
 
 def feed_forward(ff: Any, x: Tensor) -> Tensor:
-    """diffusers' `FeedForward`: [activation with its projection, dropout, linear]."""
-    modules = ff._modules["net"]._modules
-    first, dropout = modules["0"], modules["1"]
+    """diffusers' `FeedForward`: [activation with its projection, dropout, linear, and perhaps a
+    dropout]."""
+    first, dropout, *rest = ff._modules["net"]._modules.values()
     approximate = first.__dict__.get("approximate")
     if (
-        len(modules) == 3
-        and approximate is not None
+        approximate is not None
         and drops_nothing(dropout)
         and not is_replaced(ff)
         and not is_replaced(first)
     ):
-        second = modules["2"]
         h = gelu_product(first.proj, x, approximate)
         if h is not None:
-            return second(h)  # type: ignore[no-any-return]
+            for module in rest:
+                h = module(h)
+            return h
     return ff(x)  # type: ignore[no-any-return]

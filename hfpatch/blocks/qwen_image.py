@@ -9,28 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
-    JointFamily,
     JointSubject,
-    Stream,
     Tables,
-    added_qkv_of,
-    qkv_of,
-    to_out,
+    image_stream,
+    text_stream,
     within_range,
 )
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.projections import feed_forward
+from hfpatch.blocks.parts import drawing
 from hfpatch.proof.subject import Forward, Tensor
 
 
 class QwenImageSubject(JointSubject):
     title = "fused block: AdaLN, joint attention, qk norm + RoPE, gates"
     processor = "QwenDoubleStreamAttnProcessor2_0"
-
-    @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [block.attn]
 
     @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
@@ -49,13 +43,8 @@ class QwenImageSubject(JointSubject):
             return "its image tokens have one of two timesteps each"
         return None
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(dim=64, num_attention_heads=4, attention_head_dim=16)
-        return made
-
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+        draw = drawing(generator)
 
         def turns(tokens: int) -> Tensor:
             return torch.polar(torch.ones(tokens, 8), draw(tokens, 8))
@@ -71,7 +60,7 @@ class QwenImageSubject(JointSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, original = self.kernels(bind), self.handed_back()
+        kernels = self.kernels(bind)
         image_tables, text_tables, joint_mask = (
             StepMemo(_real_tables),
             StepMemo(_real_tables),
@@ -96,36 +85,23 @@ class QwenImageSubject(JointSubject):
                 or (mask is not None and mask.dtype != torch.bool)
                 or not h.dtype == text.dtype == temb.dtype
             ):
-                return original(
-                    block,
-                    h,
-                    text,
-                    mask,
-                    temb,
-                    image_rotary_emb,
-                    joint_attention_kwargs,
-                    modulate_index,
-                )
+                raise HandedBack
             a = block.attn
             image_turns, text_turns = image_rotary_emb
             streams = (
-                Stream(
+                image_stream(
+                    a,
                     h,
                     block.img_mod[1](kernels.silu(temb)).chunk(6, -1),
-                    qkv_of(a),
-                    (a.norm_q, a.norm_k),
                     image_tables(image_turns),
-                    to_out(a),
-                    lambda x: feed_forward(block.img_mlp, x),
+                    block.img_mlp,
                 ),
-                Stream(
+                text_stream(
+                    a,
                     text,
                     block.txt_mod[1](kernels.silu(temb)).chunk(6, -1),
-                    added_qkv_of(a),
-                    (a.norm_added_q, a.norm_added_k),
                     text_tables(text_turns),
-                    a.to_add_out,
-                    lambda x: feed_forward(block.txt_mlp, x),
+                    block.txt_mlp,
                 ),
             )
             # The original has text first. Attention knows no order; with text last its padding is
@@ -145,6 +121,3 @@ def _real_tables(turns: Tensor) -> Tables:
 def _joint_mask(text_mask: Tensor, image_turns: Tensor) -> Tensor:
     """[B, 1, 1, image + text]: every image token, and the text tokens of the mask."""
     return F.pad(text_mask, (image_turns.shape[0], 0), value=True)[:, None, None]
-
-
-QWEN_IMAGE = JointFamily("^QwenImageTransformerBlock$", QwenImageSubject)

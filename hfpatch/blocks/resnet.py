@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
+from hfpatch.blocks.parts import odd_group_norms
 from hfpatch.blocks.projections import (
     convolve_plain,
     is_plain_convolution,
@@ -58,15 +59,10 @@ def is_channels_last(x: Tensor) -> bool:
     return stays_channels_last(x)
 
 
-class ResnetSubject(ModelBlock):
+class ResnetSubject(BlockSubject):
     ops = ("group_norm",)
     title = "fused block: group norms with SiLU"
-    processor = ""
     argument = "input_tensor"
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return ()
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -84,30 +80,25 @@ class ResnetSubject(ModelBlock):
             return "its second convolution has other channels than the first"
         return odd_group_norms(block, [block.norm1, block.norm2], block.conv1)
 
-    @staticmethod
-    def projection(block: Any) -> Any:
+    @classmethod
+    def projection(cls, block: Any) -> Any:
         return block.conv1
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
+    def build(self, m: Any) -> Any:
         groups = m.norm1.num_groups
         shortcut = m.conv_shortcut
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                in_channels=2 * groups,
-                out_channels=(2 if shortcut is None else 3) * groups,
-                temb_channels=None if m.time_emb_proj is None else 24,
-                groups=groups,
-                eps=m.norm1.eps,
-                skip_time_act=m.skip_time_act,
-                time_embedding_norm=m.time_embedding_norm,
-                output_scale_factor=m.output_scale_factor,
-                use_in_shortcut=shortcut is not None,
-                conv_shortcut_bias=shortcut is not None and shortcut.bias is not None,
-            )
-
-        return small(make, generator)
+        return type(m)(
+            in_channels=2 * groups,
+            out_channels=(2 if shortcut is None else 3) * groups,
+            temb_channels=None if m.time_emb_proj is None else 24,
+            groups=groups,
+            eps=m.norm1.eps,
+            skip_time_act=m.skip_time_act,
+            time_embedding_norm=m.time_embedding_norm,
+            output_scale_factor=m.output_scale_factor,
+            use_in_shortcut=shortcut is not None,
+            conv_shortcut_bias=shortcut is not None and shortcut.bias is not None,
+        )
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block
@@ -127,9 +118,7 @@ class ResnetSubject(ModelBlock):
             # without a projection the embedding is added as it is
             given = temb is not None and block.time_emb_proj is None
             if args or kwargs or x.ndim != 4 or given:
-                return type(block).forward(  # type: ignore[no-any-return]
-                    block, input_tensor, temb, *args, **kwargs
-                )
+                raise HandedBack
             h = norm_silu(x, block.norm1)
             if block.time_emb_proj is not None:
                 h, bias = without_bias(block.conv1, h)
@@ -151,11 +140,3 @@ class ResnetSubject(ModelBlock):
             return h if scale == 1 else h / scale
 
         return fused
-
-
-class ResnetBlocks(BlockFamily):
-    classes = ("ResnetBlock2D",)
-    subject = ResnetSubject
-
-
-RESNET = ResnetBlocks()

@@ -17,15 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, HandedBack, odd_processors
 from hfpatch.blocks.joint import within_range
 from hfpatch.blocks.parts import (
-    BlockFamily,
     Constant,
-    ModelBlock,
+    bias_of_heads,
+    drawing,
     heads_of,
     odd_dtypes,
-    odd_processors,
-    small,
     undispatched,
 )
 from hfpatch.blocks.projections import output_projection, project
@@ -34,14 +33,10 @@ from hfpatch.proof.subject import Forward, Tensor
 _LINEAR, _CROSS = "SanaLinearAttnProcessor2_0", "SanaAttnProcessor2_0"
 
 
-class SanaSubject(ModelBlock):
+class SanaSubject(BlockSubject):
     ops = ("norm_modulate", "gate_residual", "gate_residual_norm_modulate", "gated_packed")
     title = "fused block: AdaLN, gates, the FFN's gate"
     processor = (_LINEAR, _CROSS)
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return (block.attn1, block.attn2)
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -70,36 +65,26 @@ class SanaSubject(ModelBlock):
             return "its attention has fewer heads for keys than for queries"
         return _odd_attentions(block) or odd_dtypes([block, *norms], block.attn1.to_out[0])
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=32,
+            cross_attention_dim=64,
+            attention_bias=m.attn1.to_q.bias is not None,
+            norm_elementwise_affine=m.norm2.elementwise_affine,
+            norm_eps=m.norm1.eps,
+            attention_out_bias=m.attn2.to_out[0].bias is not None,
+            qk_norm=None if m.attn1.norm_q is None else "rms_norm_across_heads",
+        )
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                dim=64,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                num_cross_attention_heads=2,
-                cross_attention_head_dim=32,
-                cross_attention_dim=64,
-                attention_bias=m.attn1.to_q.bias is not None,
-                norm_elementwise_affine=m.norm2.elementwise_affine,
-                norm_eps=m.norm1.eps,
-                attention_out_bias=m.attn2.to_out[0].bias is not None,
-                qk_norm=None if m.attn1.norm_q is None else "rms_norm_across_heads",
-            )
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
         block.norm2.eps = m.norm2.eps
-        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         mask = torch.zeros(2, 1, 6)
         mask[1, :, 4:] = -10000.0
         return {
@@ -119,7 +104,7 @@ class SanaSubject(ModelBlock):
             "gate_residual_norm_modulate", eps=m.norm2.eps, norm="layer", cast="input"
         )
         gated = bind("gated_packed", activation="silu", gate_first=False)
-        ones, original = Constant(1.0), type(m).forward
+        ones = Constant(1.0)
 
         def feed_forward(ff: Any, x: Tensor, height: int, width: int) -> Tensor:
             image = x.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # type: ignore[no-untyped-call]
@@ -145,7 +130,7 @@ class SanaSubject(ModelBlock):
         ) -> Any:
             h, text, mask = hidden_states, encoder_hidden_states, encoder_attention_mask
             if text is None or not h.dtype == text.dtype == timestep.dtype:
-                return original(block, h, attention_mask, text, mask, timestep, height, width)
+                raise HandedBack
             ada = block.scale_shift_table[None] + timestep.reshape(h.shape[0], 6, -1)
             shift1, scale1, gate1, shift2, scale2, gate2 = ada.chunk(6, 1)
             x = modulate(h, scale1, shift1, None, None)
@@ -180,8 +165,7 @@ def cross_attention(attn: Any, x: Tensor, text: Tensor, mask: Tensor | None) -> 
     k, v = project(text, (attn.to_k, attn.to_v))
     q, k = _normed(attn, q, k)
     if mask is not None:
-        mask = attn.prepare_attention_mask(mask, text.shape[1], text.shape[0])
-        mask = mask.view(text.shape[0], attn.heads, -1, mask.shape[-1])
+        mask = bias_of_heads(attn, mask, text.shape[1], text.shape[0])
     q, k, v = heads_of(attn, q, k, v)
     return output_projection(attn, undispatched(q, k, v, mask).flatten(2, 3))
 
@@ -194,11 +178,3 @@ def _normed(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _odd_attentions(block: Any) -> str | None:
     return odd_processors(_LINEAR, (block.attn1,)) or odd_processors(_CROSS, (block.attn2,))
-
-
-class SanaBlocks(BlockFamily):
-    classes = ("SanaTransformerBlock",)
-    subject = SanaSubject
-
-
-SANA = SanaBlocks()

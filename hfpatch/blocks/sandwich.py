@@ -9,24 +9,16 @@ neither scales nor gates. q and k are normed per head and turned; the FFN is Swi
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from hfpatch.blocks.base import NotCovered
+from hfpatch.blocks.base import BlockSubject, HandedBack, NotCovered
 from hfpatch.blocks.joint import MaskedAttention, cast_of
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.parts import (
-    BlockFamily,
-    Constant,
-    ModelBlock,
-    odd_dtypes,
-    small,
-    undispatched,
-)
+from hfpatch.blocks.parts import Constant, odd_dtypes, undispatched
 from hfpatch.blocks.projections import project
 from hfpatch.proof.subject import Forward, Tensor
 
@@ -82,7 +74,7 @@ class Names(NamedTuple):
     ffn: tuple[str, str, str]
 
 
-class SandwichSubject(ModelBlock):
+class SandwichSubject(BlockSubject):
     ops = OPS
     title = "fused block: AdaLN, qk norm + RoPE, SwiGLU, gated sums of norms"
     names: ClassVar[Names]
@@ -104,7 +96,7 @@ class SandwichSubject(ModelBlock):
     def attention_of(cls, block: Any) -> Any:
         return getattr(block, cls.names.attention)
 
-    # `ModelBlock` has these as static methods; a class method is called alike
+    # `BlockSubject` has these as static methods; a class method is called alike
     @classmethod
     def attentions(cls, block: Any) -> tuple[Any, ...]:
         return (cls.attention_of(block),)
@@ -152,22 +144,11 @@ class SandwichSubject(ModelBlock):
         children = block.feed_forward.named_children()
         return [m for n, m in children if n not in cls.names.ffn]
 
-    @classmethod
-    def projection(cls, block: Any) -> Any:
-        return cls.attention_of(block).to_out[0]
-
-    @abstractmethod
-    def build(self, block: Any) -> nn.Module:
-        """A small block of 64 channels, 4 heads of 16, with the settings of `block`."""
-
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-        block: Any = small(lambda: self.build(m), generator)
+    def settle(self, block: Any, m: Any) -> None:
         for ours, theirs in zip(self.norms_of(block), self.norms_of(m), strict=True):
             ours.eps = theirs.eps
         ours, theirs = self.attention_of(block), self.attention_of(m)
         ours.norm_q.eps = ours.norm_k.eps = theirs.norm_q.eps
-        return block  # type: ignore[no-any-return]
 
     def drawn(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """h, the mask and the complex RoPE tables of a sample."""
@@ -247,9 +228,8 @@ class ZImageSubject(SandwichSubject):
         ("w1", "w3", "w2"),
     )
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(0, 64, 4, 4, 1e-5, True, block.modulation)
-        return made
+    def build(self, m: Any) -> Any:
+        return type(m)(0, 64, 4, 4, 1e-5, True, m.modulation)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         h, mask, turns = self.drawn(generator)
@@ -261,7 +241,7 @@ class ZImageSubject(SandwichSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        run, original = self.parts(bind), type(self.module).forward
+        run = self.parts(bind)
 
         def fused(
             block: Any,
@@ -278,8 +258,7 @@ class ZImageSubject(SandwichSubject):
             )
             mixed = block.modulation and (adaln_input is None or adaln_input.dtype != x.dtype)
             if noise_mask is not None or other_mask or mixed:
-                rest = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
-                return original(block, x, attn_mask, freqs_cis, *rest)
+                raise HandedBack
             if not block.modulation:
                 return run(block, x, attn_mask, freqs_cis, None, (None, None))
             made = block.adaLN_modulation(adaln_input).unflatten(-1, (4, -1))  # scale, gate, twice
@@ -299,11 +278,10 @@ class Lumina2Subject(SandwichSubject):
     )
     attend = staticmethod(undispatched)
 
-    def build(self, block: Any) -> nn.Module:
-        groups = block.attn.heads // (block.attn.inner_kv_dim // block.head_dim)
+    def build(self, m: Any) -> Any:
+        groups = m.attn.heads // (m.attn.inner_kv_dim // m.head_dim)
         kv_heads = {1: 4, 2: 2}.get(groups, 1)
-        made: nn.Module = type(block)(64, 4, kv_heads, 32, 1.0, 1e-5, block.modulation)
-        return made
+        return type(m)(64, 4, kv_heads, 32, 1.0, 1e-5, m.modulation)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         h, mask, turns = self.drawn(generator)
@@ -315,7 +293,7 @@ class Lumina2Subject(SandwichSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        run, original = self.parts(bind), type(self.module).forward
+        run = self.parts(bind)
         silu = StepMemo(torch.nn.functional.silu)
 
         def fused(
@@ -328,27 +306,13 @@ class Lumina2Subject(SandwichSubject):
             h, mask, turns = hidden_states, attention_mask, image_rotary_emb
             other = turns is not None and 2 * turns.shape[-1] != block.attn.norm_q.weight.numel()
             if other or (mask is not None and mask.ndim != 2):  # tables of another width: broadcast
-                return original(block, h, mask, turns, temb)
+                raise HandedBack
             if not block.modulation:
                 return run(block, h, mask, turns, None, (None, None))
             if temb is None or temb.dtype != h.dtype:
-                return original(block, h, mask, turns, temb)
+                raise HandedBack
             made = block.norm1.linear(silu(temb)).unflatten(-1, (4, -1))  # scale, gate, twice
             gates = made[:, 1::2].float().tanh()
             return run(block, h, mask, turns, made[:, 0::2].unbind(1), gates.unbind(1))
 
         return fused
-
-
-class ZImageBlocks(BlockFamily):
-    classes = ("ZImageTransformerBlock",)
-    subject = ZImageSubject
-
-
-class Lumina2Blocks(BlockFamily):
-    classes = ("Lumina2TransformerBlock",)
-    subject = Lumina2Subject
-
-
-Z_IMAGE = ZImageBlocks()
-LUMINA2 = Lumina2Blocks()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
-    JointFamily,
     JointKernels,
     JointSubject,
     Part,
@@ -31,10 +31,6 @@ class Sd3Subject(JointSubject):
     processor = "JointAttnProcessor2_0"
 
     @classmethod
-    def attentions(cls, block: Any) -> list[Any]:
-        return [a for a in (block.attn, block.attn2) if a is not None]
-
-    @classmethod
     def layer_norms(cls, block: Any) -> list[Any]:
         norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
         return [norm for norm in norms if norm is not None]
@@ -52,16 +48,15 @@ class Sd3Subject(JointSubject):
             return "it and its attention differ in `context_pre_only`"
         return None
 
-    def build(self, block: Any) -> nn.Module:
-        made: nn.Module = type(block)(
+    def build(self, m: Any) -> Any:
+        return type(m)(
             dim=64,
             num_attention_heads=4,
             attention_head_dim=16,
-            context_pre_only=block.context_pre_only,
-            qk_norm=None if block.attn.norm_q is None else "rms_norm",
-            use_dual_attention=block.use_dual_attention,
+            context_pre_only=m.context_pre_only,
+            qk_norm=None if m.attn.norm_q is None else "rms_norm",
+            use_dual_attention=m.use_dual_attention,
         )
-        return made
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         return {
@@ -71,7 +66,7 @@ class Sd3Subject(JointSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        kernels, original = self.kernels(bind), self.handed_back()
+        kernels = self.kernels(bind)
 
         def fused(
             block: Any,
@@ -86,7 +81,7 @@ class Sd3Subject(JointSubject):
                 or block._chunk_size is not None
                 or not h.dtype == text.dtype == temb.dtype
             ):
-                return original(block, h, text, temb, joint_attention_kwargs)
+                raise HandedBack
             modulation = block.norm1.linear(kernels.silu(temb)).chunk(
                 9 if block.use_dual_attention else 6, 1
             )
@@ -147,6 +142,3 @@ def _part(
     shift, scale = modulation
     x = kernels.modulate(h, scale, shift, None, None)
     return Part(x, linears, (Tokens(x.shape[1], *weights_of(norms), None),))
-
-
-SD3 = JointFamily("^JointTransformerBlock$", Sd3Subject)

@@ -16,21 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
+from hfpatch.blocks.base import BlockSubject, HandedBack
+from hfpatch.blocks.parts import odd_group_norms
 from hfpatch.blocks.projections import convolve
 from hfpatch.blocks.resnet import group_norm
 from hfpatch.proof.subject import Forward, Tensor
 
 
-class Transformer2DSubject(ModelBlock):
+class Transformer2DSubject(BlockSubject):
     ops = ("group_norm",)
     title = "frame of transformer blocks: group norm, no copies of channels-last images"
-    processor = ""
     called = ("transformer_blocks",)
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return ()
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -42,35 +38,31 @@ class Transformer2DSubject(ModelBlock):
             return "its input is no image"
         return odd_group_norms(block, [block.norm], block.proj_in)
 
-    @staticmethod
-    def projection(block: Any) -> Any:
+    @classmethod
+    def projection(cls, block: Any) -> Any:
         return block.proj_in
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
+    def build(self, m: Any) -> Any:
         config = m.config
+        return type(m)(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=2 * m.norm.num_groups,
+            num_layers=1,
+            norm_num_groups=m.norm.num_groups,
+            cross_attention_dim=None if config.cross_attention_dim is None else 48,
+            attention_bias=config.attention_bias,
+            activation_fn=config.activation_fn,
+            use_linear_projection=m.use_linear_projection,
+            only_cross_attention=config.only_cross_attention,
+            double_self_attention=config.double_self_attention,
+            norm_type=config.norm_type,
+            norm_elementwise_affine=config.norm_elementwise_affine,
+            norm_eps=config.norm_eps,
+        )
 
-        def make() -> nn.Module:
-            return type(m)(  # type: ignore[no-any-return]
-                num_attention_heads=2,
-                attention_head_dim=16,
-                in_channels=2 * m.norm.num_groups,
-                num_layers=1,
-                norm_num_groups=m.norm.num_groups,
-                cross_attention_dim=None if config.cross_attention_dim is None else 48,
-                attention_bias=config.attention_bias,
-                activation_fn=config.activation_fn,
-                use_linear_projection=m.use_linear_projection,
-                only_cross_attention=config.only_cross_attention,
-                double_self_attention=config.double_self_attention,
-                norm_type=config.norm_type,
-                norm_elementwise_affine=config.norm_elementwise_affine,
-                norm_eps=config.norm_eps,
-            )
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
         block.norm.eps = m.norm.eps  # the class has one value, a user may set another
-        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block
@@ -104,17 +96,7 @@ class Transformer2DSubject(ModelBlock):
                 or hidden_states.ndim != 4
                 or any(mask is not None and mask.ndim == 2 for mask in masks)
             ):
-                return type(block).forward(
-                    block,
-                    hidden_states,
-                    encoder_hidden_states,
-                    timestep,
-                    added_cond_kwargs,
-                    class_labels,
-                    cross_attention_kwargs,
-                    *masks,
-                    return_dict,
-                )
+                raise HandedBack
             x = normalize(hidden_states, block.norm)
             linear = block.use_linear_projection
             if not linear:
@@ -144,11 +126,3 @@ class Transformer2DSubject(ModelBlock):
             return Transformer2DModelOutput(sample=x) if return_dict else (x,)
 
         return fused
-
-
-class Transformer2DModels(BlockFamily):
-    classes = ("Transformer2DModel",)
-    subject = Transformer2DSubject
-
-
-TRANSFORMER_2D = Transformer2DModels()

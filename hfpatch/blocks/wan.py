@@ -16,17 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.blocks.base import BlockSubject, compute_dtype
 from hfpatch.blocks.memo import StepMemo
-from hfpatch.blocks.parts import (
-    BlockFamily,
-    Constant,
-    ModelBlock,
-    compute_dtype,
-    dispatched,
-    heads_of,
-    odd_feed_forward,
-    small,
-)
+from hfpatch.blocks.parts import Constant, dispatched, drawing, heads_of, odd_feed_forward
 from hfpatch.blocks.projections import feed_forward, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
 
@@ -34,7 +26,7 @@ from hfpatch.proof.subject import Forward, Tensor
 _TEXT_TOKENS = 512
 
 
-class WanSubject(ModelBlock):
+class WanSubject(BlockSubject):
     ops = (
         "norm_modulate",
         "qk_norm_rope",
@@ -47,10 +39,6 @@ class WanSubject(ModelBlock):
     like = ("hidden_states",)
     anchor = ("scale_shift_table",)
     unread = ("fp32_parts",)  # of a small block: which parts a model keeps in fp32
-
-    @staticmethod
-    def attentions(block: Any) -> tuple[Any, ...]:
-        return (block.attn1, block.attn2)
 
     @staticmethod
     def unused(block: Any) -> list[nn.Module]:
@@ -85,37 +73,27 @@ class WanSubject(ModelBlock):
             return "its self-attention has added keys"
         return odd_feed_forward(block.ffn)
 
-    @staticmethod
-    def projection(block: Any) -> Any:
-        return block.attn1.to_out[0]
-
     @property
     def key(self) -> tuple[Any, ...]:
         return (*super().key, _fp32_parts(self.module))
 
-    def tiny(self, generator: torch.Generator) -> nn.Module:
-        m: Any = self.module
-        image = m.attn2.add_k_proj is not None
+    def build(self, m: Any) -> Any:
+        return type(m)(
+            dim=64,
+            ffn_dim=160,
+            num_heads=4,
+            cross_attn_norm=not isinstance(m.norm2, nn.Identity),
+            eps=m.norm1.eps,
+            added_kv_proj_dim=None if m.attn2.add_k_proj is None else 64,
+        )
 
-        def make() -> nn.Module:
-            block: Any = type(m)(
-                dim=64,
-                ffn_dim=160,
-                num_heads=4,
-                cross_attn_norm=not isinstance(m.norm2, nn.Identity),
-                eps=m.norm1.eps,
-                added_kv_proj_dim=64 if image else None,
-            )
-            for attn, theirs in ((block.attn1, m.attn1), (block.attn2, m.attn2)):
-                attn.norm_q.eps = attn.norm_k.eps = theirs.norm_q.eps
-            if image:
-                block.attn2.norm_added_k.eps = m.attn2.norm_added_k.eps
-            return block  # type: ignore[no-any-return]
-
-        block: Any = small(make, generator)
+    def settle(self, block: Any, m: Any) -> None:
+        for ours, theirs in zip(self.attentions(block), self.attentions(m), strict=True):
+            ours.norm_q.eps = ours.norm_k.eps = theirs.norm_q.eps
+        if m.attn2.add_k_proj is not None:
+            block.attn2.norm_added_k.eps = m.attn2.norm_added_k.eps
         block.ffn.net[0].approximate = m.ffn.net[0].approximate
         block.fp32_parts = _fp32_parts(m)
-        return block  # type: ignore[no-any-return]
 
     def place(self, block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         kept = {name: p.data for name, p in block.named_parameters() if name in _fp32_parts(block)}
@@ -126,9 +104,7 @@ class WanSubject(ModelBlock):
         return block
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        draw = drawing(generator)
         m: Any = block
         tokens = 6 if m.attn2.add_k_proj is None else _TEXT_TOKENS + 5
         angles = draw(1, 10, 1, 8).repeat_interleave(2, -1)
@@ -233,11 +209,3 @@ def _fp32_parts(block: Any) -> tuple[str, ...]:
     names = ("scale_shift_table", "norm2.weight", "norm2.bias")
     found = dict(block.named_parameters())
     return tuple(n for n in names if n in found and found[n].dtype == torch.float32)
-
-
-class WanBlocks(BlockFamily):
-    classes = ("WanTransformerBlock",)
-    subject = WanSubject
-
-
-WAN = WanBlocks()

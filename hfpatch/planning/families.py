@@ -17,35 +17,35 @@ from hfpatch.leaves.norms import Norms
 from hfpatch.leaves.recall import FullMasks, RopeTables
 from hfpatch.proof.subject import Family
 
-#: By the name of the class: where in `hfpatch.blocks` its family is.
+#: By the name of the class: where in `hfpatch.blocks` its subject is.
 BLOCKS = {
-    "LTXVideoTransformerBlock": ("ltx", "LTX"),
-    "WanTransformerBlock": ("wan", "WAN"),
-    "BasicTransformerBlock": ("basic", "BASIC"),
-    "CogVideoXBlock": ("cogvideox", "COGVIDEOX"),
-    "MochiTransformerBlock": ("mochi", "MOCHI"),
-    "LTX2VideoTransformerBlock": ("ltx2", "LTX2"),
-    "SanaTransformerBlock": ("sana", "SANA"),
-    "ZImageTransformerBlock": ("sandwich", "Z_IMAGE"),
-    "Lumina2TransformerBlock": ("sandwich", "LUMINA2"),
+    "LTXVideoTransformerBlock": ("ltx", "LtxSubject"),
+    "WanTransformerBlock": ("wan", "WanSubject"),
+    "BasicTransformerBlock": ("basic", "BasicSubject"),
+    "CogVideoXBlock": ("cogvideox", "CogVideoXSubject"),
+    "MochiTransformerBlock": ("mochi", "MochiSubject"),
+    "LTX2VideoTransformerBlock": ("ltx2", "Ltx2Subject"),
+    "SanaTransformerBlock": ("sana", "SanaSubject"),
+    "ZImageTransformerBlock": ("sandwich", "ZImageSubject"),
+    "Lumina2TransformerBlock": ("sandwich", "Lumina2Subject"),
     # blocks in which text and image tokens attend to each other
-    "FluxTransformerBlock": ("flux", "FLUX"),
-    "FluxSingleTransformerBlock": ("flux", "FLUX_SINGLE"),
-    "Flux2TransformerBlock": ("flux2", "FLUX2"),
-    "Flux2SingleTransformerBlock": ("flux2", "FLUX2_SINGLE"),
-    "HunyuanVideoTransformerBlock": ("hunyuan_video", "HUNYUAN_VIDEO"),
-    "HunyuanVideoSingleTransformerBlock": ("hunyuan_video", "HUNYUAN_VIDEO_SINGLE"),
-    "HunyuanVideo15TransformerBlock": ("hunyuan_more", "HUNYUAN_VIDEO15"),
-    "HunyuanImageTransformerBlock": ("hunyuan_more", "HUNYUAN_IMAGE"),
-    "HunyuanImageSingleTransformerBlock": ("hunyuan_more", "HUNYUAN_IMAGE_SINGLE"),
-    "QwenImageTransformerBlock": ("qwen_image", "QWEN_IMAGE"),
-    "JointTransformerBlock": ("sd3", "SD3"),
+    "FluxTransformerBlock": ("flux", "FluxSubject"),
+    "FluxSingleTransformerBlock": ("flux", "FluxSingleSubject"),
+    "Flux2TransformerBlock": ("flux2", "Flux2Subject"),
+    "Flux2SingleTransformerBlock": ("flux2", "Flux2SingleSubject"),
+    "HunyuanVideoTransformerBlock": ("hunyuan_video", "HunyuanVideoSubject"),
+    "HunyuanVideoSingleTransformerBlock": ("hunyuan_video", "HunyuanVideoSingleSubject"),
+    "HunyuanVideo15TransformerBlock": ("hunyuan_more", "HunyuanVideo15Subject"),
+    "HunyuanImageTransformerBlock": ("hunyuan_more", "HunyuanImageSubject"),
+    "HunyuanImageSingleTransformerBlock": ("hunyuan_more", "HunyuanImageSingleSubject"),
+    "QwenImageTransformerBlock": ("qwen_image", "QwenImageSubject"),
+    "JointTransformerBlock": ("sd3", "Sd3Subject"),
     # of UNets and VAEs
-    "ResnetBlock2D": ("resnet", "RESNET"),
-    "LTXVideoResnetBlock3d": ("ltx_vae", "LTX_VAE"),
-    "LTXVideoCausalConv3d": ("ltx_vae", "LTX_VAE_CONVOLUTIONS"),
-    "LTXVideoUpsampler3d": ("ltx_vae", "LTX_VAE_UPSAMPLERS"),
-    "Transformer2DModel": ("transformer_2d", "TRANSFORMER_2D"),
+    "ResnetBlock2D": ("resnet", "ResnetSubject"),
+    "LTXVideoResnetBlock3d": ("ltx_vae", "LtxResnetSubject"),
+    "LTXVideoCausalConv3d": ("ltx_vae", "LtxConvSubject"),
+    "LTXVideoUpsampler3d": ("ltx_vae", "LtxUpsamplerSubject"),
+    "Transformer2DModel": ("transformer_2d", "Transformer2DSubject"),
 }
 
 #: All others, which look at classes of many names.
@@ -63,9 +63,10 @@ _LEAVES: tuple[Family, ...] = (
 @functools.cache
 def of_block(name: str) -> Family:
     """The family of a block whose class has this name, one of `BLOCKS`."""
-    file, constant = BLOCKS[name]
-    family: Family = getattr(import_module(f"hfpatch.blocks.{file}"), constant)
-    return family
+    from hfpatch.blocks.parts import BlockFamily
+
+    file, subject = BLOCKS[name]
+    return BlockFamily(name, getattr(import_module(f"hfpatch.blocks.{file}"), subject))
 
 
 def named(name: str) -> tuple[Family, ...]:
