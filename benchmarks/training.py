@@ -30,7 +30,7 @@ MARK = "RESULT "
 
 class Case(NamedTuple):
     """A model and a batch. checkpoint: of activations; lora: rank of adapters, 0: all weights;
-    sequences: in each row, told by their positions."""
+    sequences: in each row, told by their positions; wide: adapters in fp32, as PEFT makes them."""
 
     name: str
     rows: int
@@ -38,6 +38,7 @@ class Case(NamedTuple):
     checkpoint: bool = False
     lora: int = 0
     sequences: int = 1
+    wide: bool = False
 
 
 CASES = {
@@ -49,6 +50,7 @@ CASES = {
         Case("llama-8b-8-layers-checkpointed", 1, 8192, checkpoint=True),
         Case("llama-1b-lora-16", 4, 2048, lora=16),
         Case("llama-1b-packed", 1, 8192, sequences=16),
+        Case("llama-1b-lora-16-fp32", 4, 2048, lora=16, wide=True),
     )
 }
 #: (case, way), the most important first.
@@ -120,9 +122,8 @@ def make(case: Case, way: str, device: str, layers: int | None = None) -> Any:
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = get_peft_model(
-            model, LoraConfig(r=case.lora, target_modules=targets), autocast_adapter_dtype=False
-        )
+        config = LoraConfig(r=case.lora, target_modules=targets)
+        model = get_peft_model(model, config, autocast_adapter_dtype=case.wide)
     if way == "hfpatch":
         import hfpatch
 
@@ -329,7 +330,7 @@ def main() -> None:
         print(MARK + json.dumps(check("cuda" if torch.cuda.is_available() else "cpu")))
     elif args.saved:
         for name in CASES:
-            if CASES[name][3:] == (False, 0, 1):
+            if not CASES[name].checkpoint and CASES[name].sequences == 1:
                 for way in args.ways.split(","):
                     print(name, way, json.dumps(saved(way, name)), flush=True)
     else:

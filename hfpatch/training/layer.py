@@ -154,11 +154,16 @@ def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
     found = lora.adapted(module)
     if found is None or not _is_plain_product(found.base, x):
         return None
-    casts = autocasts(x.device.type)
-    for t in (found.a, found.b):
-        if t.device != x.device or not (t.dtype == x.dtype or (casts and t.dtype == torch.float32)):
-            return None
-    return _tensors(found.base), found
+    if {found.a.device, found.b.device} != {x.device}:
+        return None
+    dtypes = {found.a.dtype, found.b.dtype}
+    if autocasts(x.device.type):
+        serves = dtypes <= {x.dtype, torch.float32}
+    else:
+        serves = dtypes == {x.dtype} or (
+            dtypes == {torch.float32} and lora.widens(module, x.dtype, x.device.type)
+        )
+    return (_tensors(found.base), found) if serves else None
 
 
 def _fits(part: _Product | None, rows: int, columns: int) -> bool:
@@ -341,6 +346,7 @@ class Runner:
                 across,
                 plan.heads, plan.key_heads, plan.head_dim,
                 plan.rotary_dim, plan.interleaved, self._packed_qkv, _scales(parts),
+                autocasts(x.device.type),
             )  # fmt: skip
             pairs = [p[0] for p in parts if p is not None]
             return stages.front(
@@ -418,6 +424,7 @@ class Runner:
             form = stages.BackForm(
                 _computed_in(x), after, before, last, plan.rule.parallel, plan.factor, activation,
                 gate is not None, self._packed_mlp, self._gate_first, _scales(parts),
+                autocasts(x.device.type),
             )  # fmt: skip
             norm_tensors: Any = [_NOTHING if n is None else n.tensors(m) for n, m in used]
             of_o, of_gate, of_up, of_down = (_NOTHING if p is None else p[0] for p in parts)

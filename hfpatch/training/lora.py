@@ -3,20 +3,26 @@
 `y = x W^T + b + scaling (x A^T) B^T`: what PEFT computes in five operations of the result's size is
 one product and a small one that adds to it. That PEFT's module computes this is proven once, on a
 small one that PEFT itself builds; an adapter with dropout, several at a time, merged ones and
-PEFT's variants (DoRA and the like) are not of this form and run as they are.
+PEFT's variants (DoRA and the like) are not of this form and run as they are. Adapters in fp32 over
+a half weight, as PEFT makes them, are proven by their roundings too (`widens`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from hfpatch.proof.proving import quietly
+from hfpatch.foreign.process import matmul_precision
+from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import plain
+from hfpatch.proof.trial import Limits
 from hfpatch.proof.unchanged import is_hooked
+from hfpatch.training import low_rank
 
 
 class Adapted(NamedTuple):
@@ -118,18 +124,21 @@ def is_proven(cls: type, forward: Any) -> bool:
         return False
 
 
-def _prove(cls: type) -> bool:
+def _built(dtype: torch.dtype) -> Any:
+    """A layer [12] -> [20] of PEFT's, around one of `dtype`."""
     import peft  # type: ignore[import-not-found,unused-ignore]
 
     torch.manual_seed(0)
-    plain_model = nn.Sequential(nn.Linear(12, 20)).double()
+    plain_model = nn.Sequential(nn.Linear(12, 20)).to(dtype)
     options = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["0"], init_lora_weights=False)
     wrapped: Any = peft.get_peft_model(plain_model, options)
-    module = wrapped.base_model.model[0].double()
-    if type(module) is not cls:
-        return False
+    return wrapped.base_model.model[0]
+
+
+def _prove(cls: type) -> bool:
+    module: Any = _built(torch.float64).double()
     parts = _parts(module)
-    if parts is None:
+    if type(module) is not cls or parts is None:
         return False
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     base: Any = parts.base
@@ -142,3 +151,83 @@ def _prove(cls: type) -> bool:
     grad = torch.randn(5, 20, dtype=torch.float64)
     found = [[y, *torch.autograd.grad(y, leaves, grad)] for y in results]
     return all(torch.allclose(p, q, rtol=1e-9, atol=1e-12) for p, q in zip(*found, strict=True))
+
+
+# --- adapters in fp32 over a half weight ----------------------------------------------------------
+
+# By class, its methods, dtype and device type: whether `low_rank` computes them.
+_widening: dict[Any, bool] = {}
+
+
+def widens(module: nn.Module, dtype: torch.dtype, device: str) -> bool:
+    """Whether `low_rank` may stand for layers like `module`, which `adapted` has parts of, without
+    autocast. Their adapters are fp32, their weight is of the half type `dtype`.
+
+    It may where its result and gradients are no farther from fp64 than PEFT's own plus one
+    rounding. That is proven once, on the device, with a layer that PEFT builds.
+    """
+    cls, held = type(module), module.__dict__
+    casts = getattr(cls, "_cast_input_dtype", None)
+    if casts is None or "_cast_input_dtype" in held:
+        return False  # of another version, or somebody's own
+    if getattr(module, "cast_input_dtype_enabled", True) is not True:
+        return False
+    key = (cls, cls.forward, casts, dtype, device)
+    if key not in _widening:
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        with may_prove((widens, key)) as may:
+            if not may:
+                return False
+            if key not in _widening:
+                _widening[key] = _is_wide(cls, dtype, device)
+    return _widening[key]
+
+
+def _is_wide(cls: type, dtype: torch.dtype, device: str) -> bool:
+    try:
+        with quietly(device), torch.enable_grad():
+            if matmul_precision() is not None:  # errors of TF32 would hide all others
+                torch.set_float32_matmul_precision("highest")
+            return _prove_wide(cls, dtype, device)
+    except Exception:  # of a version that builds them otherwise
+        return False
+
+
+def _prove_wide(cls: type, dtype: torch.dtype, device: str) -> bool:
+    module: Any = _built(dtype).to(device)
+    made: type = type(module)
+    parts = _parts(module)
+    if made is not cls or parts is None or parts.a.dtype != torch.float32:
+        return False
+    x = torch.randn(64, 12).to(device, dtype)
+    grad = torch.randn(64, 20).to(device, dtype)
+    theirs = _with_gradients(module, x, grad)
+    # PEFT's own in fp64: what it computes of another input, say, is not this
+    truth = _with_gradients(copy.deepcopy(module).double(), x.double(), grad.double())
+    base: Any = parts.base
+    with torch.no_grad():
+        pair = low_rank.Pair(parts.a, parts.b, parts.scaling, torch.float32)
+        own = F.linear(x, base.weight, base.bias)
+        low = low_rank.adapt(own, x, pair)
+        dx = torch.mm(grad, base.weight)
+        ours = [own, dx, *low_rank.backward(grad, x, low, pair, (True, True), dx)]
+    limits = Limits()
+    for mine, other, true in zip(ours, theirs, truth, strict=True):
+        if mine is None or mine.dtype != other.dtype:
+            return False
+        is_wide = mine.dtype == torch.float32
+        more = limits.kernel_fp32 * limits.gradient if is_wide else limits.kernel_half
+        error, allowed = (((t.double() - true).norm() / true.norm()).item() for t in (mine, other))
+        if not error <= allowed + more * torch.finfo(mine.dtype).eps:
+            return False
+    return True
+
+
+def _with_gradients(module: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The result, and gradients of x, A and B."""
+    parts = _parts(module)
+    assert parts is not None
+    x = x.detach().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, parts.a, parts.b], grad)]

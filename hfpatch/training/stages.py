@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from hfpatch.kernels.sources import local_package
 from hfpatch.proof.subject import autocasts, no_gradients, only_by_operators
+from hfpatch.training import low_rank
 
 _CAST_NONE, _CAST_INPUT = 0, 1
 #: Activations of the gated kernels, and their codes.
@@ -50,7 +51,8 @@ class FrontForm:
     """What `front` computes, without its tensors. compute: what products are computed in, the
     input's dtype or autocast's. packed: queries, keys and values are rows of one weight.
     rotary_dim: 0 where there is no RoPE. qk_norm: of queries and keys, over a head or, if
-    `across`, over all of them."""
+    `across`, over all of them. scales: of adapters, 0 where a product has none, or () where none
+    has. autocast: whether it is on, and casts them."""
 
     compute: torch.dtype
     norm: NormForm | None
@@ -63,12 +65,19 @@ class FrontForm:
     interleaved: bool
     packed: bool
     scales: tuple[float, ...] = ()
+    autocast: bool = False
+
+    def adapters(self, tensors: Any) -> list[low_rank.Pair | None]:
+        """Of each product, from the flat arguments of the function."""
+        cast = self.compute if self.autocast else None
+        return low_rank.pairs(tensors, self.scales, cast, 1 if self.packed else 3)
 
 
 @dataclass(frozen=True)
 class BackForm:
     """What `back` computes, without its tensors. compute: as there. packed: gate and up are
-    halves of one weight, the gate first where `gate_first`. factor: of both residual sums."""
+    halves of one weight, the gate first where `gate_first`. factor: of both residual sums.
+    scales, autocast: as there."""
 
     compute: torch.dtype
     after_attention: NormForm | None
@@ -81,6 +90,11 @@ class BackForm:
     packed: bool
     gate_first: bool
     scales: tuple[float, ...] = ()
+    autocast: bool = False
+
+    def adapters(self, tensors: Any) -> list[low_rank.Pair | None]:
+        """Of attention's product, gate, up and down."""
+        return low_rank.pairs(tensors, self.scales, self.compute if self.autocast else None, 4)
 
 
 def _ops() -> Any:
@@ -168,55 +182,6 @@ def _product_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` in the dtype of `x`, as autocast has it."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def _adapt(out: Tensor, x: Tensor, pair: Any, scale: float) -> Tensor | None:
-    """Add a low-rank adapter's part of a product in place, out += scale (x A^T) B^T; x A^T."""
-    low = _low(x, pair)
-    _add_low(out, low, pair, scale)
-    return low
-
-
-def _low(x: Tensor, pair: Any) -> Tensor | None:
-    a, _ = pair
-    return None if a is None else torch.mm(x, a.to(x.dtype).t())
-
-
-def _add_low(out: Tensor, low: Tensor | None, pair: Any, scale: float) -> None:
-    if low is not None:
-        out.addmm_(low, pair[1].to(low.dtype).t(), alpha=scale)
-
-
-def _adapt_backward(
-    d: Tensor, x: Tensor | None, low: Tensor | None, pair: Any, scale: float, need: Any,
-    dx: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of A and B; that of x is added to `dx`. x: only where A's is needed."""
-    a, b = pair
-    if low is None:
-        return None, None
-    d_low = torch.mm(d, b.to(d.dtype)).mul_(scale)
-    d_b = torch.mm(d.t(), low).mul_(scale).to(b.dtype) if need[1] else None
-    d_a = torch.mm(d_low.t(), x).to(a.dtype) if need[0] and x is not None else None
-    if dx is not None:
-        dx.addmm_(d_low, a.to(d.dtype))
-    return d_a, d_b
-
-
-def _formula_product(x: Tensor, weight: Any, bias: Any, pair: Any, scale: float) -> Tensor:
-    y = _product(x, weight, bias)
-    if pair[0] is None:
-        return y
-    a, b = (t.to(x.dtype) for t in pair)
-    more: Tensor = (x @ a.t()) @ b.t()
-    return y + scale * more
-
-
-def _pairs(adapters: Any, count: int) -> list[Any]:
-    """(A, B) of each product, from the flat arguments of a function."""
-    if not adapters:
-        return [(None, None)] * count
-    return list(zip(adapters[::2], adapters[1::2], strict=True))
 
 
 def _weight_gradient(d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -322,11 +287,10 @@ class _Front(torch.autograd.Function):
         n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
         whole = n.new_empty(len(n), len(weight))
         _product_into(whole, n, weight, bias)
+        pieces = torch.split(whole, _sizes(form), 1)
         low = [
-            _adapt(out, n, pair, scale)
-            for out, pair, scale in zip(
-                torch.split(whole, _sizes(form), 1), _pairs(adapters, 0), form.scales, strict=False
-            )
+            low_rank.adapt(out, n, pair)
+            for out, pair in zip(pieces, form.adapters(adapters), strict=True)
         ]
         q, k, v = _heads(whole, x.shape, form)
         raw_q = raw_k = None
@@ -389,9 +353,9 @@ class _Front(torch.autograd.Function):
             dn = torch.mm(whole, weight.to(form.compute))
         of_adapters: list[Any] = []
         pieces = torch.split(whole, _sizes(form), 1)
-        for i, (pair, scale) in enumerate(zip(_pairs(adapters, 0), form.scales, strict=True)):
+        for i, pair in enumerate(form.adapters(adapters) if adapters else ()):
             wanted = need[13 + 2 * i : 15 + 2 * i]
-            of_adapters += _adapt_backward(pieces[i], n, low[i], pair, scale, wanted, dn)
+            of_adapters += low_rank.backward(pieces[i], n, low[i], pair, wanted, dn)
         del n, whole, pieces, parts
         if dn is not None:
             dn = dn.view(x.shape).to(x.dtype)
@@ -532,13 +496,9 @@ def _front_formula(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = _formula_norm(x, form.norm, nw, nb).to(form.compute)
     products = ((qw, qb),) if form.packed else ((qw, qb), (kw, kb), (vw, vb))
-    pairs, scales = _pairs(adapters, len(products)), form.scales or (0.0,) * len(products)
+    pairs = form.adapters(adapters)
     whole = torch.cat(
-        [
-            _formula_product(n, w, b, pair, scale)
-            for (w, b), pair, scale in zip(products, pairs, scales, strict=True)
-        ],
-        -1,
+        [low_rank.formula(n, w, b, pair) for (w, b), pair in zip(products, pairs, strict=True)], -1
     )
     q, k, v = _heads(_rows(whole), x.shape, form)
     if form.qk_norm is not None:
@@ -623,9 +583,9 @@ class _Back(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
         form, last = given
-        pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
+        to_o, to_gate, to_up, to_down = form.adapters(adapters)
         raw_h = _product(a, ow, ob)
-        low_o = _adapt(_rows(raw_h), _rows(a), pairs[0], scales[0])
+        low_o = low_rank.adapt(_rows(raw_h), _rows(a), to_o)
         h = normed(raw_h, form.after_attention, aw, ab)
         if form.factor != 1.0:
             h = h * form.factor
@@ -642,16 +602,16 @@ class _Back(torch.autograd.Function):
         n = _rows(n).to(form.compute)
         first = _first_products(form, n, gw, gb, uw, ub)
         of_gate, of_up = _halves(form, first)
-        low_g = _adapt(of_gate, n, pairs[1], scales[1])
-        low_u = _adapt(of_up, n, pairs[2], scales[2])
+        low_g = low_rank.adapt(of_gate, n, to_gate)
+        low_u = low_rank.adapt(of_up, n, to_up)
         del n, of_gate, of_up
         p = _activated(form, first)
-        low_d = _low(p, pairs[3])
+        low_d = low_rank.low_of(p, to_down)
         raw_y = None
 
         def product() -> Tensor:
             y = _product(p, dw, db)
-            _add_low(y, low_d, pairs[3], scales[3])
+            low_rank.add(y, low_d, to_down)
             return y.view(x.shape)
 
         def summed(y: Tensor, out: Tensor | None = None) -> Tensor:
@@ -682,7 +642,7 @@ class _Back(torch.autograd.Function):
         if only_by_operators(grad):
             return None, *_recorded(_back_formula, ctx, inputs, grad)
         x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, *adapters = inputs
-        pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
+        to_o, to_gate, to_up, to_down = form.adapters(adapters)
         (
             need_x, need_a, need_ow, need_ob, need_gw, need_gb, need_uw, need_ub, need_dw, need_db,
             need_aw, need_ab, need_bw, need_bb, need_mw, need_mb, *need_adapters,
@@ -703,7 +663,7 @@ class _Back(torch.autograd.Function):
         if need_db:
             d_db = _bias_gradient(dy2, db)
         dp = torch.mm(dy2, dw.to(form.compute))
-        of_down = _adapt_backward(dy2, p, low_d, pairs[3], scales[3], need_d, dp)
+        of_down = low_rank.backward(dy2, p, low_d, to_down, need_d, dp)
         del p
         d_first = _activated_backward(form, dp, first)
         del dp, dy, dy2, d_after
@@ -721,8 +681,8 @@ class _Back(torch.autograd.Function):
         dn = torch.mm(d_up, uw.to(form.compute))
         if form.gated and not form.packed:
             dn.addmm_(d_gate, gw.to(form.compute))
-        of_gate = _adapt_backward(d_gate, n, low_g, pairs[1], scales[1], need_g, dn)
-        of_up = _adapt_backward(d_up, n, low_u, pairs[2], scales[2], need_u, dn)
+        of_gate = low_rank.backward(d_gate, n, low_g, to_gate, need_g, dn)
+        of_up = low_rank.backward(d_up, n, low_u, to_up, need_u, dn)
         del d_first, d_gate, d_up, n
         dn, d_bw, d_bb = _norm_backward(
             dn.view(x.shape).to(x.dtype), middle, form.before_mlp, bw, bb, (need_bw, need_bb)
@@ -738,7 +698,7 @@ class _Back(torch.autograd.Function):
         d_ow = _weight_gradient(dh2, _rows(a), ow) if need_ow else None
         d_ob = _bias_gradient(dh2, ob) if need_ob else None
         da = torch.mm(dh2, ow.to(form.compute)) if need_a else None
-        of_o = _adapt_backward(dh2, _rows(a), low_o, pairs[0], scales[0], need_o, da)
+        of_o = low_rank.backward(dh2, _rows(a), low_o, to_o, need_o, da)
         da = None if da is None else da.view(a.shape)
         of_adapters = (*of_o, *of_gate, *of_up, *of_down) if adapters else ()
         return (
@@ -828,20 +788,15 @@ def _back_formula(
     form: BackForm, x: Any, a: Any, ow: Any, ob: Any, gw: Any, gb: Any, uw: Any, ub: Any, dw: Any,
     db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any, mb: Any, *adapters: Any,
 ) -> Tensor:  # fmt: skip
-    pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
-    h = (
-        _formula_norm(
-            _formula_product(a, ow, ob, pairs[0], scales[0]), form.after_attention, aw, ab
-        )
-        * form.factor
-    )
+    to_o, to_gate, to_up, to_down = form.adapters(adapters)
+    h = _formula_norm(low_rank.formula(a, ow, ob, to_o), form.after_attention, aw, ab) * form.factor
     s = x if form.parallel else x + h
     n = _formula_norm(s, form.before_mlp, bw, bb).to(form.compute)
     if form.gated and not form.packed:
-        gate = _formula_product(n, gw, gb, pairs[1], scales[1])
-        first = torch.cat((gate, _formula_product(n, uw, ub, pairs[2], scales[2])), -1)
+        gate = low_rank.formula(n, gw, gb, to_gate)
+        first = torch.cat((gate, low_rank.formula(n, uw, ub, to_up)), -1)
     else:
-        first = _formula_product(n, uw, ub, pairs[2], scales[2])
-    y = _formula_product(_formula_activated(form, first), dw, db, pairs[3], scales[3])
+        first = low_rank.formula(n, uw, ub, to_up)
+    y = low_rank.formula(_formula_activated(form, first), dw, db, to_down)
     y = _formula_norm(y, form.after_mlp, mw, mb) * form.factor
     return x + h + y if form.parallel else s + y  # type: ignore[no-any-return]
