@@ -148,7 +148,7 @@ def apply(
     lost = what_was_lost(decided, roots, settings.sources.failures, settings.include is not None)
     for text in (*lost, *in_vain, *offer.missed(decoding, decided.skips)):
         announce(text)  # where a filter makes an error of it, nothing is patched
-    taken = _heads_taken(roots, decided.swaps)  # it walks the model, which may fail
+    taken = _heads_in_vain(roots, decided.swaps)  # it walks the model, which may fail
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     last = partial(_finish, roots, fused, decided, asked)
@@ -206,7 +206,7 @@ def plan(
         name, roots = _roots(model)
         decided, _, _ = decide(name, roots, settings, cuda_graphs, decoding, blocks)
         decided, _ = _with_fused_heads(decided, roots, settings)
-    notes = (*decided.notes, *_heads_taken(roots, decided.swaps))
+    notes = (*decided.notes, *_heads_in_vain(roots, decided.swaps))
     return replace(decided, notes=notes, seconds=time.perf_counter() - started)
 
 
@@ -269,9 +269,9 @@ def _made_whole(path: str, head: nn.Module) -> list[str]:
     return list(made_whole(path, head))
 
 
-def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
-    """Notes on heads among `swaps` whose weight a forward above takes, or may. It is read at each
-    asking: TRL's trainers put theirs on a model that is patched."""
+def _heads_in_vain(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> list[str]:
+    """Notes on heads among `swaps` whose weight a forward above takes, or may, or whose logits it
+    writes to. It is read at each asking: TRL's trainers put theirs on a model that is patched."""
     if not any(s.op == HEAD for s in swaps):
         return []
     paths = dict(_paths(roots))
@@ -280,10 +280,11 @@ def _heads_taken(roots: list[tuple[str, nn.Module]], swaps: Sequence[Swap]) -> l
         for op in (HEAD, FUSED_HEAD)
     )
     from hfpatch.losses.taken import takers
+    from hfpatch.losses.written import writers
 
     return [
         text
-        for owner, head, text in takers(paths.items())
+        for owner, head, text in (*takers(paths.items()), *writers(paths.items()))
         if id(head) in heads and id(owner) not in served
     ]
 
@@ -382,7 +383,7 @@ def status(model: Any) -> Report:
         *(note for _, root in roots for note in kept.notes(root)),
         *(note for _, root in roots for note in stepping_aside(root)),
         *whole,
-        *_heads_taken(roots, swaps),
+        *_heads_in_vain(roots, swaps),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]

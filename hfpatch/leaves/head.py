@@ -20,7 +20,7 @@ from hfpatch.leaves.recall import RecallSubject
 from hfpatch.losses.deferred_logits import Adapter, DeferredLogits
 from hfpatch.losses.head_loss import refusal
 from hfpatch.losses.resharded import is_resharded
-from hfpatch.losses.taken import head_of
+from hfpatch.losses.taken import called_by, head_of
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import HEAD
@@ -265,6 +265,7 @@ def head_sites(sites: Iterable[Site]) -> list[Site]:
     found = {}
     for site in list(by_id.values()):
         head = head_of(site.module)
+        head = None if head is None else called_by(head)
         if head is not None and id(head) in by_id:
             found[id(head)] = by_id[id(head)]
     return list(found.values())

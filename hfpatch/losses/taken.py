@@ -21,6 +21,7 @@ from hfpatch import swap
 from hfpatch.planning.plan import HEAD, Swap
 from hfpatch.proof.keys import names_of
 from hfpatch.proof.subject import class_of
+from hfpatch.proof.unchanged import is_hooked
 
 #: Where a stand-in keeps its note.
 STAND_IN = "__hfpatch_fused_head__"
@@ -47,11 +48,31 @@ def head_of(owner: Any) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def takers(
+def called_by(head: nn.Module) -> nn.Module:
+    """What a call of a head calls in its place: PEFT's wrapper of one that is trained and saved
+    whole (`modules_to_save`) calls the copy that its active adapter has. Else the head itself."""
+    wrapper: Any = head
+    cls = type(head)
+    if cls.__name__ != "ModulesToSaveWrapper" or not cls.__module__.startswith("peft."):
+        return head
+    if "forward" in head.__dict__ or is_hooked(head):
+        return head
+    try:
+        active = list(wrapper.active_adapters)
+        if wrapper.disable_adapters or not active:
+            found = wrapper.original_module
+        else:
+            found = wrapper.modules_to_save[active[0]]
+    except (AttributeError, KeyError):  # of another version
+        return head
+    return found if isinstance(found, nn.Module) else head
+
+
+def heads_among(
     modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """(model, head, what to say) of each head among `modules`, by path, whose swap a forward above
-    it may leave without effect. Nothing is run."""
+) -> Iterator[tuple[nn.Module, nn.Module, str, set[str]]]:
+    """(model, head, the head's path, names that the model's forward may call it by) of each model
+    among `modules` whose head is there too."""
     paths: dict[int, str] = {}
     owners = []
     for path, module in modules:
@@ -59,8 +80,20 @@ def takers(
         if (head := head_of(module)) is not None:
             owners.append((module, head))
     for owner, head in owners:
-        if id(head) in paths and (found := _taken(owner, head)) is not None:
-            yield owner, head, f"`{paths[id(head)]}`: {found}"
+        inner = called_by(head)
+        if id(inner) in paths:
+            names = {p.rpartition(".")[2] for p, m in owner.named_modules() if m is head}
+            yield owner, inner, paths[id(inner)], {_GETTER, *names}
+
+
+def takers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """(model, head, what to say) of each head among `modules`, by path, whose swap a forward above
+    it may leave without effect. Nothing is run."""
+    for owner, head, path, names in heads_among(modules):
+        if (found := _taken(owner, names)) is not None:
+            yield owner, head, f"`{path}`: {found}"
 
 
 def unheard(model: nn.Module, said: frozenset[str]) -> list[str]:
@@ -78,9 +111,7 @@ def is_swapped(head: nn.Module) -> bool:
     return mark is not None and getattr(mark.details, "op", None) == HEAD
 
 
-def _taken(owner: nn.Module, head: nn.Module) -> str | None:
-    names = {_GETTER}
-    names |= {p.rpartition(".")[2] for p, m in owner.named_modules() if m is head}
+def _taken(owner: nn.Module, names: set[str]) -> str | None:
     walk = _Forwards(owner)
     cls = f"`{class_of(owner).__name__}`"
     for function in walk.own:

@@ -243,6 +243,46 @@ def test_logits_that_are_written_to_are_whole_and_status_says_why() -> None:
     assert said == "`lm_head`: its logits were made whole: `__setitem__` reads them"
 
 
+def writing(report: Any) -> list[str]:
+    return [n for n in report.notes if "writes to its logits" in n]
+
+
+def test_the_report_says_whose_forward_writes_to_its_logits() -> None:
+    model = chameleon().train()
+    report = hfpatch.apply(model, mode="training")
+    (note,) = writing(report)
+    assert note.startswith("`lm_head`: the forward of `ChameleonForConditionalGeneration` writes")
+    assert writing(hfpatch.status(model)) == [note] == writing(hfpatch.plan(model, mode="training"))
+    assert not writing(hfpatch.apply(model, mode="training", exclude="lm_head"))
+    hfpatch.restore(model)
+    assert not writing(hfpatch.status(model))
+    for name in ("Bart", "Esm", "Inkling2"):
+        assert not writing(hfpatch.plan(built(name).train(), mode="training"))
+
+
+class _Writes(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        found: Tensor = self.lm_head(self.model(input_ids).last_hidden_state)
+        found[..., 3] += 1.0
+        return found
+
+
+class _WritesElsewhere(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        input_ids[:, 0] = 1
+        hidden = self.model(input_ids).last_hidden_state
+        logits: Tensor = self.lm_head(hidden)
+        kept = logits.clone()
+        kept[..., 3] = 1.0
+        return kept
+
+
+@pytest.mark.parametrize(("cls", "said"), [(_Writes, True), (_WritesElsewhere, False)])
+def test_a_forward_of_ones_own_that_writes(cls: type, said: bool) -> None:
+    model = cls(transformers.LlamaConfig(**TEXT)).train()
+    assert bool(writing(hfpatch.plan(model, mode="training"))) == said
+
+
 def test_status_says_why_a_head_ran_as_it_is() -> None:
     model = patched(built("Bart"))
     given = with_text(model)
