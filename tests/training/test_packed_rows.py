@@ -44,6 +44,26 @@ def test_several_sequences_in_a_row(
     assert all(m is None or m.shape[-1] <= 7 for m in masks)
 
 
+def test_hooks_on_layers_and_layers_as_they_are_are_given_the_mask() -> None:
+    """So it must be made, and hold what the original's holds."""
+    model, twin = build(), build()
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None].repeat(2, 1)
+    inputs: dict[str, Any] = {"position_ids": positions.to(device()), "use_cache": False}
+    hfpatch.apply(model, mode="training")
+    found: list[Tensor] = []
+    for m in (model, twin):
+        for layer in m.model.layers:
+            layer.register_forward_pre_hook(
+                lambda layer, args, kwargs: found.append(kwargs["attention_mask"]),
+                with_kwargs=True,
+            )
+        m.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # it runs as it is
+    assert_equal(gradients(model, **inputs), gradients(twin, **inputs))
+    ours, theirs = found[:2], found[2:]
+    assert len(theirs) == 2 and tuple(theirs[0].shape) == (2, 1, 13, 13)
+    assert all(type(a) is Tensor and torch.equal(a, theirs[0]) for a in (*ours, *theirs))
+
+
 def test_a_mask_that_says_more_than_the_positions_is_used() -> None:
     model = build()
     hfpatch.apply(model, mode="training")
