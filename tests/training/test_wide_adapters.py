@@ -177,6 +177,31 @@ def test_some_of_the_models_dtype_and_some_wide(served: dict[str, int]) -> None:
     assert served == {"front": 2, "back": 2}
 
 
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_frozen_sides_and_products_without_one(family: str, served: dict[str, int]) -> None:
+    twin = adapted(family)
+    for i, module in enumerate(own_linears(twin)):
+        module.lora_A.requires_grad_(i % 3 != 0)
+        module.lora_B.requires_grad_(i % 3 != 1)
+    model = patched(copy.deepcopy(twin))
+    ours, theirs = gradients(model), gradients(twin)
+    assert any("lora_A" in n for n in theirs) and any("lora_B" in n for n in theirs)
+    assert_equal(ours, theirs, 3e-2)
+    assert served == {"front": 2, "back": 2}
+    some = lora(build(family, torch.bfloat16), target_modules=ALL[family][1:3])
+    ours = gradients(patched(copy.deepcopy(some)))
+    assert_equal(ours, gradients(some), 3e-2)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Starcoder2"])
+def test_a_layer_of_many_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only sums in fp32 are made in another order; with trained weights below, and biases."""
+    model = patched(adapted(family).requires_grad_(True))
+    whole = gradients(model)
+    monkeypatch.setattr(low_rank, "_PART", 300)  # 26 rows, in parts of 1 to 4
+    assert_equal(gradients(model), whole, 4e-3)
+
+
 def test_gradients_of_gradients() -> None:
     twin = adapted()
     model = patched(copy.deepcopy(twin))
