@@ -32,6 +32,7 @@ from hfpatch.losses.taken import (
     STAND_IN,
     Place,
     StandIn,
+    called_by,
     forwards_of,
     head_of,
     reached,
@@ -91,6 +92,7 @@ def offer(
     for path, owner in modules:
         if not swap.may_have_fused_head(owner) or (head := head_of(owner)) is None:
             continue
+        head = called_by(head)
         name = class_of(owner).__name__
         if settings.include is not None and not matches(settings.include, path, name):
             continue

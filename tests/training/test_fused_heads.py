@@ -106,6 +106,31 @@ def test_values_and_gradients_are_trls(
     assert len(calls) == 1
 
 
+def test_a_head_that_peft_trains_whole(utils: Any, calls: list[int]) -> None:
+    """Its wrapper's weight is that of the active copy, which TRL's forward reads."""
+    peft = pytest.importorskip("peft")
+    model = build()
+    utils.add_fused_lm_head(model, 0.7, outputs=ALL)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(model, config)
+    head = model.get_base_model().lm_head
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.mul_(1.3)
+    before = outcome(model)
+    report = hfpatch.apply(model, mode="training")
+    assert len(served(report)) == 1, report
+    assert_alike(outcome(model), before, 2e-5)
+    assert len(calls) == 1
+    assert any("modules_to_save" in name for name in before)
+    with model.disable_adapter():
+        values = model(input_ids=batch(), labels=batch(), fused_lm_head=True)
+        hfpatch.restore(model)
+        theirs = model(input_ids=batch(), labels=batch(), fused_lm_head=True)
+    torch.testing.assert_close(values.loss, theirs.loss, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "autocast", "cast"),
     [
