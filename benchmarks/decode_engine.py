@@ -1,7 +1,7 @@
 """Milliseconds a token of an engine outside of PyTorch, CTranslate2, beside plain `generate` of the
 patched model: the same weights, the same prompt, in turns.
 
-    python benchmarks/decode_engine.py --models 1B 0.6B --output benchmarks/results/decode-engine.json
+    python benchmarks/decode_engine.py --output benchmarks/results/decode-engine-h200-1.json
 
 Shapes and lengths of `decode.py`, bf16 on a GPU (fp32 on a CPU), random weights, greedy; of each
 length the median of five turns, then the difference: what the prompt costs is in neither. The
