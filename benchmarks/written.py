@@ -1,0 +1,139 @@
+"""Blocks that have a file of their own beside what a capture of the same blocks gives.
+
+    python benchmarks/written.py --output benchmarks/results/written-h200-1.json
+    python benchmarks/written.py --only wan sana
+
+The models of `models.py` at full size, random weights in bf16: a step in eager mode, with
+`hfpatch.apply` as it is, and with the files of transformer blocks out of reach, so that these
+blocks are captured as those of any other model. In turns, least of `--rounds`, ms of a step that is
+waited for and of one among queued steps. `off` is how far a way's result is from eager's, the root
+of the mean square beside eager's own; `why` says what kept blocks from being captured. A file whose
+blocks are captured as fast (98 %) is one that can go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import CASES
+
+import hfpatch
+from hfpatch.bench import results
+from hfpatch.bench.timing import queued_milliseconds, step_milliseconds
+from hfpatch.planning import families
+from hfpatch.regions import offer
+
+#: Of convolutions and what holds blocks: no capture takes their place.
+_KEPT = frozenset(
+    {"ResnetBlock2D", "LTXVideoResnetBlock3d", "LTXVideoCausalConv3d", "LTXVideoUpsampler3d"}
+)
+
+
+@contextlib.contextmanager
+def without_files() -> Iterator[None]:
+    """No transformer block has a file of its own meanwhile."""
+    before = dict(families.BLOCKS)
+    for name in before.keys() - _KEPT:
+        del families.BLOCKS[name]
+    families.all_families.cache_clear()
+    try:
+        yield
+    finally:
+        families.BLOCKS.clear()
+        families.BLOCKS.update(before)
+        families.all_families.cache_clear()
+
+
+@contextlib.contextmanager
+def way(model: torch.nn.Module, name: str) -> Iterator[None]:
+    if name == "eager":
+        yield
+        return
+    with without_files() if name == "captured" else contextlib.nullcontext():
+        hfpatch.apply(model)
+    try:
+        yield
+    finally:
+        hfpatch.restore(model)
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    model, step = CASES[name]()
+    row: dict[str, Any] = {"case": name}
+    out: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for turn in range(rounds):
+            for each in ("eager", "written", "captured"):
+                with way(model, each):
+                    for _ in range(3):  # captures, packing, choices
+                        found = step(model)
+                    if not turn:
+                        out[each] = _first(found).float().cpu()
+                        row[f"{each}_blocks"] = _blocks(model)
+                        if each == "captured":
+                            row["why"] = _why(model)
+                    for key, ms in (
+                        (f"{each}_ms", step_milliseconds(lambda: step(model), warmup=1, steps=5)),
+                        (
+                            f"{each}_queued_ms",
+                            queued_milliseconds(lambda: step(model), warmup=0, steps=5),
+                        ),
+                    ):
+                        row[key] = min(ms, row.get(key, ms))
+    scale = out["eager"].square().mean().sqrt()
+    for each in ("written", "captured"):
+        row[f"{each}_off"] = float((out[each] - out["eager"]).square().mean().sqrt() / scale)
+    offer.forget()
+    return row
+
+
+def _first(found: Any) -> torch.Tensor:
+    value = found[0] if isinstance(found, (tuple, list)) else found
+    return value if isinstance(value, torch.Tensor) else value.sample
+
+
+def _blocks(model: torch.nn.Module) -> int:
+    """Swapped or captured blocks."""
+    status = hfpatch.status(model)
+    captured = sum(c.state == "fused" for c in status.plan.candidates)
+    return captured + sum(s.class_name in families.BLOCKS for s in status.swaps)
+
+
+def _why(model: torch.nn.Module) -> list[str]:
+    """The states and reasons of what was to be captured, each once."""
+    found = hfpatch.status(model).plan.candidates
+    return sorted({f"{c.class_name}: {c.state} {c.reason}"[:240] for c in found})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", nargs="+", help="cases whose name holds one of these")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="what was measured; default: git's HEAD")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in CASES:
+        if "llama" in name or (args.only and not any(o in name for o in args.only)):
+            continue
+        try:
+            rows.append(measured(name, args.rounds))
+        except Exception as e:  # a way that fails is a figure too
+            rows.append({"case": name, "error": f"{type(e).__name__}: {e}"[:500]})
+        print(json.dumps(rows[-1]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if args.output is not None:
+            about = results.head("written", torch.device("cuda"), args.commit)
+            results.write(about | {"rows": rows}, args.output)
+
+
+if __name__ == "__main__":
+    main()
