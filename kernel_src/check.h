@@ -102,6 +102,10 @@ class Check {
                                function_, static_cast<long long>(bytes));
   }
 
+  // No result overlaps another tensor, except for the same view where that is allowed. `run` asks
+  // itself; who looks at values first asks before.
+  bool disjoint();
+
   // The end of every function: does nothing for an empty result, else calls the backend.
   // cuda may be nullptr.
   template <class Args, class Cuda>
@@ -125,9 +129,6 @@ class Check {
   bool parse(const char *name, const DLTensor *raw, Tensor *tensor);
   bool strides(Tensor *tensor);
   void reads(const Tensor &tensor, const char *replaced_by);
-  // No result overlaps another tensor, except for the same view where that is allowed.
-  bool disjoint();
-
   const char *function_;
   int32_t status_ = HFP_OK;
   const char *device_owner_ = nullptr;

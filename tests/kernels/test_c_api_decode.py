@@ -3,6 +3,7 @@ fp64, memory, layouts, threads, odd values and what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -419,3 +420,19 @@ def test_no_growth_in_memory(built: Path, failing: bool) -> None:
                 assert library.capi.status(name, *given, None) == wanted
 
         assert_no_growth(repeat, 2000, sample.op)
+
+
+def test_sizes_of_workspaces(built: Path) -> None:
+    """Of any numbers: a size, or a message that says which number is wrong."""
+    library = Library(built)
+    model = STEPS[0].make(torch.float32, library.size).arguments[MODEL]
+    odd = (-(2**63), -1, 0, 1, 3, 4095, 2**16, 2**31, 2**62, 2**63 - 1)
+    for rows, tokens, threads in itertools.product(odd, repeat=3):
+        good = rows >= 1 and tokens >= 1 and rows * tokens <= 2**16 and 0 <= threads <= 4095
+        given = ("hfp_decode_workspace", model, rows, tokens, threads)
+        if good:
+            assert rows * tokens < library.size(*given) < 2**40
+            continue
+        with pytest.raises(KernelError, match=r"`(rows` \* `tokens|threads)` must be from") as e:
+            library.size(*given)
+        assert e.value.status == INVALID
