@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import test_image_models as image_models
 from decoding.families import FAMILIES, device, here, make, prompts
 from decoding.test_interrupts import _of, lines_of
 from hypothesis import HealthCheck, event, given, settings
@@ -785,3 +786,45 @@ def test_an_interrupt_at_any_line_leaves_model_and_cache_usable(seeds: range) ->
         assert decoder.turns_refused is None and decoder.refused is None
         near(attempt(patched, ids, cache_of(patched)), wanted)
     assert raised >= 0.9 * len(seeds)
+
+
+# --- other models --------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", image_models.MODELS)
+def test_a_chat_about_an_image(name: str) -> None:
+    """The turn with the image is the original's, those of text behind it are not."""
+    plain = image_models.make(name)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    found = []
+    for model in (plain, patched):
+        texts = []
+        for _ in range(2):
+            cache = DynamicCache(config=model.config.get_text_config())
+            inputs = image_models.asked(name, 1, image=True)
+            for seed in range(3):
+                texts.append(
+                    model.generate(**inputs, past_key_values=cache, max_new_tokens=5, **_GREEDY)
+                )
+                more = ids_of(1, 12 + seed, seed).clamp(min=10)
+                ids = torch.cat([texts[-1], more], 1)
+                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found.append(texts)
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert turns_of(patched) >= 2, kept.notes(patched)
+
+
+def test_weights_of_8_bits_are_those_of_steps_alone() -> None:
+    if device() != "cpu":
+        pytest.skip("they are for a CPU")
+    plain = make("llama")
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__, decoding="int8")
+    for served in (0, 1):
+        near(*(attempt(m, ids_of(1, 12, 1), begun(m)) for m in (patched, plain)))
+        assert turns_of(patched) == served
+    patched.generate(ids_of(1, 9), max_new_tokens=6, **_GREEDY)
+    assert kept.decoders[patched].steps >= 4, kept.notes(patched)
