@@ -387,6 +387,24 @@ def test_an_assistant_with_many_candidates(name: str) -> None:
     assert turns_of(patched) >= 2, kept.notes(patched)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str
+)
+def test_beams_and_several_texts_behind_a_prefix(name: str, mode: dict[str, Any]) -> None:
+    plain, patched = pair(name)
+    whole = torch.cat([ids_of(1, 30), ids_of(1, 14, 1)], 1)
+    more = {"attention_mask": torch.ones_like(whole), "max_new_tokens": 8, **_GREEDY, **mode}
+    before, texts = turns_of(patched), []
+    for model in (plain, patched, patched):
+        cache = begun(model, 1, 30)
+        cache.batch_repeat_interleave(3)
+        torch.manual_seed(1)
+        texts.append(model.generate(whole, past_key_values=cache, **more))
+    assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+    assert turns_of(patched) > before, kept.notes(patched)
+
+
 def test_prompts_in_chunks() -> None:
     plain, patched = pair("gemma2")
     inputs = prompts(2, 50)

@@ -31,6 +31,7 @@ from decoding.test_turn import (
     test_a_turn_that_fails_is_the_originals,
     test_an_assistant_with_many_candidates,
     test_an_interrupt_at_any_line_leaves_model_and_cache_usable,
+    test_beams_and_several_texts_behind_a_prefix,
     test_changed_weights_settings_hooks_and_modes_count_at_once,
     test_chats,
     test_copies_and_restore,
