@@ -13,7 +13,8 @@ from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.library import HOOKS, hooks_of_libraries, is_installed
 from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import class_of
-from hfpatch.regions.capture import is_wall
+from hfpatch.regions.capture import children, is_wall
+from hfpatch.regions.guard import has_own_code
 from hfpatch.regions.listening import is_idle
 
 
@@ -30,7 +31,7 @@ def stand_beside(block: nn.Module) -> nn.Module:
     copies = {
         path: _copied(module, path)
         for path, module in _walls(block)
-        if any(map(_has_own_code, module.modules()))
+        if any(has_own_code(class_of(m)) for m in module.modules())
     }
     return _with(block, "", copies) if copies else block
 
@@ -73,20 +74,11 @@ def _at(block: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _walls(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        below = f"{path}.{name}".lstrip(".")
+    for below, child in children(module, path):
         if is_wall(child):
             yield below, child
         else:
             yield from _walls(child, below)
-
-
-def _has_own_code(module: nn.Module) -> bool:
-    """Whether calling it runs code that is no installed package's."""
-    cls = class_of(module)
-    return any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1])
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

@@ -186,12 +186,16 @@ def capture(
                 looping[type(block.get_submodule(inner))] = walls[inner]
 
 
+def children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules right inside of the one at `path`, by their paths."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield f"{path}.{name}".lstrip("."), child
+
+
 def _known_loops(module: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
     """Path and reason of children whose classes were found to loop, which takes seconds."""
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        below = f"{path}.{name}".lstrip(".")
+    for below, child in children(module, path):
         why = looping.get(type(child))
         if why is not None:
             yield below, why

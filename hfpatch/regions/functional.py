@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from hfpatch.regions.nodes import Call, Constant, Leaf, fixed, same_size, value
+from hfpatch.regions.nodes import Call, Constant, Leaf, fixed, is_tensor, replace, same_sizes, value
 
 aten: Any = torch.ops.aten
 
@@ -96,7 +96,9 @@ def _scatter(graph: Graph, write: Node, places: _Places) -> None:
     source: Any = write.args[1]
     if not views or not isinstance(x, Node) or not isinstance(source, Node):
         return
-    if not _alike(views[0], source) or not places.may_write(x, at):
+    if not (is_tensor(views[0]) and is_tensor(source) and same_sizes(views[0], source)):
+        return
+    if not places.may_write(x, at):
         return
     with graph.inserting_before(write):
         made = _as(graph, source, value(x).dtype)
@@ -124,13 +126,6 @@ def is_whole_slice(node: Node) -> bool:
 
 
 _LAST = 9223372036854775807
-
-
-def _alike(a: Node, b: Node) -> bool:
-    x, y = value(a), value(b)
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return False
-    return x.dim() == y.dim() and all(map(same_size, x.shape, y.shape))
 
 
 def _as(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -182,12 +177,7 @@ def _as_slice(graph: Graph, node: Node) -> None:
         return
     if any(n.meta.get("in_place") for n in graph.nodes):
         return  # what was a tensor of its own may be written to
-    with graph.inserting_before(node):
-        end = at + 1 if at != -1 else _LAST
-        made = graph.call_function(aten.slice.Tensor, (x, dim, at, end))
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    replace(node, aten.slice.Tensor, (x, dim, at, at + 1 if at != -1 else _LAST))
 
 
 #: Of a constant, on its way to where it is used.

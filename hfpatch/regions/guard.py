@@ -58,7 +58,7 @@ def guard(
     scope: dict[str, Any] = {
         "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook,
         "is_idle": is_idle, "otherwise": calls_otherwise,
-        "has_own_call": has_own_call, "own_code": _has_own_code,
+        "has_own_call": has_own_call, "own_code": has_own_code,
         "incomparable": INCOMPARABLE, "plain": (Tensor, nn.Parameter),
         "strided": strided,
     }  # fmt: skip
@@ -124,7 +124,7 @@ def _class(scope: dict[str, Any], name: str, cls: type) -> str:
     return f"{name}()"
 
 
-def _has_own_code(cls: type) -> bool:
+def has_own_code(cls: type) -> bool:
     """Whether a class's forward, or one that it may call, is no installed package's."""
     return any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1])
 

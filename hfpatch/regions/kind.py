@@ -23,7 +23,7 @@ from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import hooked, stand_beside
 from hfpatch.regions.caches import state_of
-from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, is_wall
+from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, children, is_wall
 from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
@@ -232,15 +232,11 @@ class Kind:
             except (Uncapturable, Disproved) as e:
                 self._refuse(kinds, key, str(e))
             except _Undecided as e:
-                self._tries[kinds] = self._tries.get(kinds, 0) + 1
-                if self._tries[kinds] >= _MOST_TRIES:
-                    self._refuse(kinds, key, str(e))
+                self._undecided(kinds, key, str(e))
             except torch.OutOfMemoryError:
                 if failed:
                     raise
-                self._tries[kinds] = self._tries.get(kinds, 0) + 1
-                if self._tries[kinds] >= _MOST_TRIES:
-                    self._refuse(kinds, key, "there was no memory to prove it")
+                self._undecided(kinds, key, "there was no memory to prove it")
             except Exception as e:  # any operator's own
                 if failed:
                     raise
@@ -275,6 +271,12 @@ class Kind:
         device = tensors[0].device.type
         return self._prove(block, call[0], tensors, device, original, observe)
 
+    def _undecided(self, kinds: Any, key: Any, why: str) -> None:
+        """Another call may decide it, a few times."""
+        self._tries[kinds] = self._tries.get(kinds, 0) + 1
+        if self._tries[kinds] >= _MOST_TRIES:
+            self._refuse(kinds, key, why)
+
     def _refuse(self, kinds: Any, key: Any, why: str) -> None:
         self.refused[kinds] = why
         self._remember(key, None)
@@ -290,12 +292,11 @@ class Kind:
     ) -> Variant:
         """A variant, proven; `observe` is given the rewritten capture and the proof's half.
         `original` remembers what it gave."""
+        given = (block, structure, tensors, device, original, observe)
         try:
-            return self._prove_in(None, block, structure, tensors, device, original, observe)
+            return self._prove_in(None, *given)
         except Imprecise:
-            return self._prove_in(
-                torch.float64, block, structure, tensors, device, original, observe
-            )
+            return self._prove_in(torch.float64, *given)
 
     def _prove_in(
         self,
@@ -395,11 +396,9 @@ def in_training(module: nn.Module, path: str = "") -> str | None:
     itself: no fused call stands in for it. None where there is none."""
     if module.training:
         return path
-    for name, child in module._modules.items():
-        if child is not None and not is_wall(child):
-            found = in_training(child, f"{path}.{name}".lstrip("."))
-            if found is not None:
-                return found
+    for below, child in children(module, path):
+        if not is_wall(child) and (found := in_training(child, below)) is not None:
+            return found
     return None
 
 

@@ -159,5 +159,26 @@ def same_size(a: Any, b: Any) -> bool:
     return bool(a.node.expr == b.node.expr)
 
 
+def same_sizes(a: Any, b: Any) -> bool:
+    """The same of the shapes of two nodes that are tensors."""
+    x, y = value(a).shape, value(b).shape
+    return len(x) == len(y) and all(map(same_size, x, y))
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value(node), Tensor)
+
+
+def replace(old: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+    """Put a call of `target` in the place of a node, whose value it has."""
+    with old.graph.inserting_before(old):
+        new = old.graph.call_function(target, args, kwargs)
+    replace_by(old, new)
+    return new
+
+
+def replace_by(old: Node, new: Node) -> None:
+    """Put a node that is there, and has the value of another one, in its place."""
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from hfpatch import packing
+from hfpatch.proof.subject import Formula
 from hfpatch.regions.functional import is_whole_slice
 from hfpatch.regions.heads import fuse_heads
 from hfpatch.regions.nodes import (
@@ -27,7 +28,10 @@ from hfpatch.regions.nodes import (
     ProjectGelu,
     fixed,
     is_tensor,
+    replace,
+    replace_by,
     same_size,
+    same_sizes,
     value,
     without_dead,
 )
@@ -51,66 +55,46 @@ def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
     return found
 
 
-def without_idle(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def idle(node: Node) -> None:
     """Operators that give back what they are given."""
-    for node in list(graph.nodes):
-        target, x = node.target, node.args[0] if node.args else None
-        if not isinstance(x, Node) or not is_tensor(x):
-            continue
-        same = value(x).dtype == value(node).dtype if is_tensor(node) else False
-        idle = (
-            (target is aten.dropout.default and node.args[2] is False)
-            or (target in (aten.detach.default, aten.alias.default))
-            or (target in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default) and same
-                and value(x).device == value(node).device and not node.kwargs.get("copy"))
-            or (target is aten.to.other and same)
-            or (target in (aten.expand.default, aten.view.default, aten.reshape.default)
-                and value(x).dim() == value(node).dim()
-                and all(same_size(a, b)
-                        for a, b in zip(value(x).shape, value(node).shape, strict=True)))
-            or (target is aten.slice.Tensor and is_whole_slice(node))
-        )  # fmt: skip
-        if idle:
-            node.replace_all_uses_with(x)
-            graph.erase_node(node)
-    return iter(())
+    target, x = node.target, node.args[0] if node.args else None
+    if not isinstance(x, Node) or not is_tensor(x):
+        return
+    same = value(x).dtype == value(node).dtype if is_tensor(node) else False
+    if (
+        (target is aten.dropout.default and node.args[2] is False)
+        or (target in (aten.detach.default, aten.alias.default))
+        or (target in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default) and same
+            and value(x).device == value(node).device and not node.kwargs.get("copy"))
+        or (target is aten.to.other and same)
+        or (target in (aten.expand.default, aten.view.default, aten.reshape.default)
+            and same_sizes(x, node))
+        or (target is aten.slice.Tensor and is_whole_slice(node))
+    ):  # fmt: skip
+        node.replace_all_uses_with(x)
+        node.graph.erase_node(node)
 
 
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two nodes are tensors of one shape and dtype, for all sizes."""
-    x, y = value(a), value(b)
-    return (
-        isinstance(x, torch.Tensor)
-        and isinstance(y, torch.Tensor)
-        and x.dtype == y.dtype
-        and x.dim() == y.dim()
-        and all(same_size(p, q) for p, q in zip(x.shape, y.shape, strict=True))
-    )
+    return is_tensor(a) and is_tensor(b) and value(a).dtype == value(b).dtype and same_sizes(a, b)
 
 
-def attention(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def attention(node: Node) -> str | None:
     """`scaled_dot_product_attention`, with keys and values of grouped heads as they are."""
-    for node in list(graph.nodes):
-        if node.target is not aten.scaled_dot_product_attention.default:
-            continue
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if given.get("dropout_p", 0.0):
-            continue
-        q, k, v, mask = (given.get(n) for n in names[:4])
-        causal = bool(given.get("is_causal", False))
-        if value(q).dim() != 4 or not _is_aligned(q, k, causal):
-            continue
-        k2, v2 = unrepeated(k), unrepeated(v)
-        if k2 is not None and v2 is not None and not given.get("enable_gqa", False):
-            k, v = k2, v2
-        with graph.inserting_before(node):
-            new = graph.call_function(Attend(causal, given.get("scale")), (q, k, v, mask))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        yield "attention"
-    yield from written_out(graph)
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v, mask = (given.get(n) for n in names[:4])
+    causal = bool(given.get("is_causal", False))
+    if given.get("dropout_p", 0.0) or value(q).dim() != 4 or not _is_aligned(q, k, causal):
+        return None
+    k2, v2 = unrepeated(k), unrepeated(v)
+    if k2 is not None and v2 is not None and not given.get("enable_gqa", False):
+        k, v = k2, v2
+    replace(node, Attend(causal, given.get("scale")), (q, k, v, mask))
+    return "attention"
 
 
 def _is_aligned(q: Any, k: Any, causal: bool) -> bool:
@@ -139,23 +123,20 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
     return None
 
 
-def gated(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def gated(node: Node) -> str | None:
     """`act(gate) * up`."""
-    for node in list(graph.nodes):
-        if node.target is not aten.mul.Tensor:
+    if node.target is not aten.mul.Tensor:
+        return None
+    for first, second in (node.args, node.args[::-1]):
+        act = activation_of(first)
+        if act is None or not is_tensor(second) or len(first.users) > 1:  # type: ignore[union-attr]
             continue
-        for first, second in (node.args, node.args[::-1]):
-            act = activation_of(first)
-            if act is None or not is_tensor(second) or len(first.users) > 1:  # type: ignore[union-attr]
-                continue
-            name, gate = act
-            if gate is second or not same_shape(gate, second) or not same_shape(gate, node):  # type: ignore[arg-type]
-                continue
-            with graph.inserting_before(node):
-                new = graph.call_function(Fused("gated", {"activation": name}), (gate, second))
-            _replace(graph, node, new)
-            yield f"gated {name}"
-            break
+        name, gate = act
+        if gate is second or not same_shape(gate, second) or not same_shape(gate, node):  # type: ignore[arg-type]
+            continue
+        replace(node, Fused("gated", {"activation": name}), (gate, second))
+        return f"gated {name}"
+    return None
 
 
 def _clamp_of(node: Node) -> tuple[Node, float | None, float | None] | None:
@@ -202,59 +183,50 @@ def _scaled_silu(node: Node) -> tuple[float, Node, set[Node]] | None:
     return None
 
 
-def gated_clamped(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def gated_clamped(node: Node) -> str | None:
     """`act(gate.clamp(max=limit)) * up.clamp(-limit, limit)`, also with the clamp behind the
     activation, and with `up + 1`."""
-    for node in list(graph.nodes):
-        if node.target is not aten.mul.Tensor or not all(map(is_tensor, node.args)):
+    if node.target is not aten.mul.Tensor or not all(map(is_tensor, node.args)):
+        return None
+    for first, second in (node.args, node.args[::-1]):
+        activated, bounds = _unclamped(first, {node}, "gate")
+        params: dict[str, Any] = {"clamp_activated": bool(bounds), **bounds}
+        act, scaled = activation_of(activated), _scaled_silu(activated)
+        if act is not None:
+            params["activation"], gate = act
+            users = {activated}
+        elif scaled is not None:
+            params["activation"] = "silu"
+            params["alpha"], gate, users = scaled
+        else:
             continue
-        for first, second in (node.args, node.args[::-1]):
-            activated, bounds = _unclamped(first, {node}, "gate")
-            params: dict[str, Any] = {"clamp_activated": bool(bounds), **bounds}
-            act, scaled = activation_of(activated), _scaled_silu(activated)
-            if act is not None:
-                params["activation"], gate = act
-                users = {activated}
-            elif scaled is not None:
-                params["activation"] = "silu"
-                params["alpha"], gate, users = scaled
-            else:
-                continue
-            if not bounds:
-                gate, bounds = _unclamped(gate, users, "gate")
-                params |= bounds
-            if len(activated.users) > 1:
-                continue
-            up, reader = second, node
-            if up.target is aten.add.Tensor and len(up.users) == 1 and not up.kwargs:
-                terms = [t for t in up.args if is_tensor(t)]
-                offsets = [t for t in up.args if type(t) in (int, float)]
-                if len(terms) == len(offsets) == 1:
-                    reader, up, params["up_offset"] = up, terms[0], float(offsets[0])
-            up, of_up = _unclamped(up, {reader}, "up")
-            params |= of_up
-            if not (bounds or of_up or params.get("up_offset")):
-                continue  # `gated` is that
-            if gate is up or not (same_shape(gate, up) and same_shape(gate, node)):
-                continue
-            with graph.inserting_before(node):
-                new = graph.call_function(Fused("gated_clamped", params), (gate, up))
-            _replace(graph, node, new)
-            yield f"gated_clamped {params['activation']}"
-            break
-
-
-def _replace(graph: Graph, old: Node, new: Node) -> None:
-    new.meta = dict(old.meta)
-    old.replace_all_uses_with(new)
-    graph.erase_node(old)
+        if not bounds:
+            gate, bounds = _unclamped(gate, users, "gate")
+            params |= bounds
+        if len(activated.users) > 1:
+            continue
+        up, reader = second, node
+        if up.target is aten.add.Tensor and len(up.users) == 1 and not up.kwargs:
+            terms = [t for t in up.args if is_tensor(t)]
+            offsets = [t for t in up.args if type(t) in (int, float)]
+            if len(terms) == len(offsets) == 1:
+                reader, up, params["up_offset"] = up, terms[0], float(offsets[0])
+        up, of_up = _unclamped(up, {reader}, "up")
+        params |= of_up
+        if not (bounds or of_up or params.get("up_offset")):
+            continue  # `gated` is that
+        if gate is up or not (same_shape(gate, up) and same_shape(gate, node)):
+            continue
+        replace(node, Fused("gated_clamped", params), (gate, up))
+        return f"gated_clamped {params['activation']}"
+    return None
 
 
 def _norm_of(node: Node) -> tuple[str, dict[str, Any], Node, Callable[[], tuple[Any, Any]]] | None:
     """Of a norm over the last dimension: the op with a sum in front, its parameters, what it is of,
     and what makes nodes of its weight and bias."""
     target, graph = node.target, node.graph
-    if isinstance(target, Leaf) and target.formula.op in ("rms_norm", "layer_norm"):
+    if isinstance(target, Leaf) and target.formula.op in OPS_OF_NORMS:
         path, (weight, bias) = target.path, target.params
         present = [n for n in (weight, bias) if n is not None]
 
@@ -283,32 +255,31 @@ def _norm_of(node: Node) -> tuple[str, dict[str, Any], Node, Callable[[], tuple[
     return None
 
 
-def residual_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def residual_norm(node: Node) -> str | None:
     """A sum of two tensors of one shape, and the norm of it."""
-    for node in list(graph.nodes):
-        norm = _norm_of(node)
-        if norm is None:
-            continue
-        op, params, total, weights = norm
-        if (
-            not isinstance(total, Node)
-            or total.target is not aten.add.Tensor
-            or total.kwargs
-            or not all(is_tensor(a) and same_shape(a, total) for a in total.args)
-            or value(node).dtype != value(total).dtype
-        ):
-            continue
-        with graph.inserting_before(total):
-            weight, bias = weights()
-            both = graph.call_function(Fused(op, params), (*total.args, weight, bias))
-            normed = graph.call_function(operator.getitem, (both, 0))
-            summed = graph.call_function(operator.getitem, (both, 1))
-        normed.meta, summed.meta = dict(node.meta), dict(total.meta)
-        node.replace_all_uses_with(normed)
-        total.replace_all_uses_with(summed)
-        graph.erase_node(node)
-        graph.erase_node(total)
-        yield op
+    norm = _norm_of(node)
+    if norm is None:
+        return None
+    op, params, total, weights = norm
+    if (
+        not isinstance(total, Node)
+        or total.target is not aten.add.Tensor
+        or total.kwargs
+        or not all(is_tensor(a) and same_shape(a, total) for a in total.args)
+        or value(node).dtype != value(total).dtype
+    ):
+        return None
+    with node.graph.inserting_before(total):
+        weight, bias = weights()
+        both = node.graph.call_function(Fused(op, params), (*total.args, weight, bias))
+        normed = node.graph.call_function(operator.getitem, (both, 0))
+        summed = node.graph.call_function(operator.getitem, (both, 1))
+    normed.meta, summed.meta = dict(node.meta), dict(total.meta)
+    node.replace_all_uses_with(normed)
+    total.replace_all_uses_with(summed)
+    node.graph.erase_node(node)
+    node.graph.erase_node(total)
+    return op
 
 
 def _product_and_term(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -330,19 +301,15 @@ def _factor_and_scaled(product: Node, like: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def scaled_residual(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def scaled_residual(node: Node) -> str | None:
     """`x + gate * y`: gates of AdaLN, LayerScale."""
-    for node in list(graph.nodes):
-        for product, x in _product_and_term(node):
-            pair = _factor_and_scaled(product, node) if same_shape(x, node) else None
-            if pair is None:
-                continue
-            with graph.inserting_before(node):
-                op = Fused("gate_residual", {"cast": "input"})
-                new = graph.call_function(op, (x, *pair))
-            _replace(graph, node, new)
-            yield "gate_residual"
-            break
+    for product, x in _product_and_term(node):
+        pair = _factor_and_scaled(product, node) if same_shape(x, node) else None
+        if pair is None:
+            continue
+        replace(node, Fused("gate_residual", {"cast": "input"}), (x, *pair))
+        return "gate_residual"
+    return None
 
 
 def _is_modulation(node: Any, like: Node) -> bool:
@@ -360,74 +327,61 @@ def _is_modulation(node: Any, like: Node) -> bool:
     )
 
 
-def modulated_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def modulated_norm(node: Node) -> str | None:
     """`norm(x) * (1 + scale) + shift` (AdaLN)."""
-    for node in list(graph.nodes):
-        for product, shift in _product_and_term(node):
-            if not _is_modulation(shift, node):
+    for product, shift in _product_and_term(node):
+        if not _is_modulation(shift, node):
+            continue
+        found = None
+        for normed, one in (product.args, product.args[::-1]):
+            scale = _less_one(one)
+            if scale is None or not isinstance(normed, Node) or len(normed.users) > 1:
                 continue
-            found = None
-            for normed, one in (product.args, product.args[::-1]):
-                scale = _less_one(one)
-                if scale is None or not isinstance(normed, Node) or len(normed.users) > 1:
-                    continue
-                norm = _norm_of(normed)
-                if norm is not None and _is_modulation(scale, node) and same_shape(normed, node):
-                    found = (norm, scale)
-            if found is None:
-                continue
-            (op, params, x, weights), scale = found
-            kind = "rms" if op == "add_rms_norm" else "layer"
-            if kind == "rms" and (
-                params.get("weight_offset") or params.get("cast", "none") != "none"
-            ):
-                continue
-            with graph.inserting_before(node):
-                weight, bias = weights()
-                fused = Fused(
-                    "norm_modulate", {"eps": params["eps"], "norm": kind, "cast": "input"}
-                )
-                new = graph.call_function(fused, (x, scale, shift, weight, bias))
-            _replace(graph, node, new)
-            yield "norm_modulate"
-            break
+            norm = _norm_of(normed)
+            if norm is not None and _is_modulation(scale, node) and same_shape(normed, node):
+                found = (norm, scale)
+        if found is None:
+            continue
+        (op, params, x, weights), scale = found
+        kind = "rms" if op == "add_rms_norm" else "layer"
+        if kind == "rms" and (params.get("weight_offset") or params.get("cast", "none") != "none"):
+            continue
+        with node.graph.inserting_before(node):
+            weight, bias = weights()
+        given = {"eps": params["eps"], "norm": kind, "cast": "input"}
+        replace(node, Fused("norm_modulate", given), (x, scale, shift, weight, bias))
+        return "norm_modulate"
+    return None
 
 
-def modulation(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def modulation(node: Node) -> str | None:
     """`x * a + b` of values per column: what modulates something else than a norm."""
-    for node in list(graph.nodes):
-        for product, shift in _product_and_term(node):
-            pair = _factor_and_scaled(product, node) if _is_modulation(shift, node) else None
-            if pair is None:
-                continue
-            factor, x = pair
-            with graph.inserting_before(node):
-                op = Fused("mul_add", {"cast": "input"})
-                new = graph.call_function(op, (x, factor, shift))
-            _replace(graph, node, new)
-            yield "mul_add"
-            break
-
-
-def biased_activation(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
-    """GELU or SiLU of `x + bias`, where no product's epilogue adds the bias."""
-    for node in list(graph.nodes):
-        act = activation_of(node)
-        if act is None or act[0] not in _BIASED:
-            continue
-        total = act[1]
-        if total.target is not aten.add.Tensor or total.kwargs or len(total.users) > 1:
-            continue
-        pairs = (total.args, total.args[::-1])
-        pair = next(((x, b) for x, b in pairs if is_tensor(x) and same_shape(x, total)  # type: ignore[arg-type]
-                     and _is_modulation(b, total) and value(b).dim() == 1), None)  # fmt: skip
+    for product, shift in _product_and_term(node):
+        pair = _factor_and_scaled(product, node) if _is_modulation(shift, node) else None
         if pair is None:
             continue
-        op, params = _BIASED[act[0]]
-        with graph.inserting_before(node):
-            new = graph.call_function(Fused(op, params), pair)
-        _replace(graph, node, new)
-        yield op
+        factor, x = pair
+        replace(node, Fused("mul_add", {"cast": "input"}), (x, factor, shift))
+        return "mul_add"
+    return None
+
+
+def biased_activation(node: Node) -> str | None:
+    """GELU or SiLU of `x + bias`, where no product's epilogue adds the bias."""
+    act = activation_of(node)
+    if act is None or act[0] not in _BIASED:
+        return None
+    total = act[1]
+    if total.target is not aten.add.Tensor or total.kwargs or len(total.users) > 1:
+        return None
+    pairs = (total.args, total.args[::-1])
+    pair = next(((x, b) for x, b in pairs if is_tensor(x) and same_shape(x, total)  # type: ignore[arg-type]
+                 and _is_modulation(b, total) and value(b).dim() == 1), None)  # fmt: skip
+    if pair is None:
+        return None
+    op, params = _BIASED[act[0]]
+    replace(node, Fused(op, params), pair)
+    return op
 
 
 _BIASED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -463,7 +417,7 @@ def projections(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
             both = graph.call_function(Project(*paths), (x,))
             parts = [graph.call_function(operator.getitem, (both, i)) for i in range(len(group))]
         for node, part in zip(group, parts, strict=True):
-            _replace(graph, node, part)
+            replace_by(node, part)
         if len(group) > 1:
             yield f"{len(group)} products as one"
 
@@ -485,80 +439,71 @@ def _side_by_side(groups: Iterable[list[Node]]) -> Iterator[list[Node]]:
             yield whole
 
 
-def gelu_epilogue(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def gelu_epilogue(node: Node) -> str | None:
     """GELU behind a linear layer."""
-    for node in list(graph.nodes):
-        act = activation_of(node)
-        if act is None or act[0] not in ("gelu", "gelu_tanh"):
-            continue
-        part = act[1]
-        if part.target is not operator.getitem or len(part.users) > 1:
-            continue
-        project: Any = part.args[0]
-        if not isinstance(project.target, Project) or len(project.target.paths) != 1:
-            continue
-        kind = "tanh" if act[0] == "gelu_tanh" else "none"
-        with graph.inserting_before(node):
-            target = ProjectGelu(project.target.paths[0], kind)
-            new = graph.call_function(target, (project.args[0],))
-        _replace(graph, node, new)
-        yield f"product + {act[0]}"
+    act = activation_of(node)
+    if act is None or act[0] not in ("gelu", "gelu_tanh"):
+        return None
+    part = act[1]
+    if part.target is not operator.getitem or len(part.users) > 1:
+        return None
+    project: Any = part.args[0]
+    if not isinstance(project.target, Project) or len(project.target.paths) != 1:
+        return None
+    kind = "tanh" if act[0] == "gelu_tanh" else "none"
+    replace(node, ProjectGelu(project.target.paths[0], kind), (project.args[0],))
+    return f"product + {act[0]}"
 
 
-def activations(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def activations(node: Node) -> str | None:
     """Activations that are left: leaves, whose modules need not be called."""
-    for node in list(graph.nodes):
-        target = node.target
-        if not isinstance(target, Leaf) or target.formula.op not in ("gelu", "silu"):
-            continue
-        with graph.inserting_before(node):
-            new = graph.call_function(Fused(target.formula.op, target.formula.params), node.args)
-        _replace(graph, node, new)
-        yield target.formula.op
+    formula = _formula_of(node)
+    if formula is None or formula.op not in ("gelu", "silu"):
+        return None
+    replace(node, Fused(formula.op, formula.params), node.args)
+    return formula.op
 
 
-def norms(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+def norms(node: Node) -> str | None:
     """Norms that are left."""
-    for node in list(graph.nodes):
-        if not isinstance(node.target, Leaf) or node.target.formula.op not in OPS_OF_NORMS:
-            continue
-        formula = node.target.formula
-        norm = _norm_of(node)
-        assert norm is not None
-        with graph.inserting_before(node):
-            weight, bias = norm[3]()
-            new = graph.call_function(
-                Fused(formula.op, formula.params), (node.args[0], weight, bias)
-            )
-        _replace(graph, node, new)
-        yield formula.op
+    formula, norm = _formula_of(node), _norm_of(node)
+    if formula is None or norm is None:
+        return None
+    with node.graph.inserting_before(node):
+        weight, bias = norm[3]()
+    replace(node, Fused(formula.op, formula.params), (node.args[0], weight, bias))
+    return formula.op
 
 
 OPS_OF_NORMS = ("rms_norm", "layer_norm")
 
 
-def heads(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
-    """Norms of q and k, and RoPE, in front of attention."""
-    yield from fuse_heads(graph)
+def _formula_of(node: Node) -> Formula | None:
+    return node.target.formula if isinstance(node.target, Leaf) else None
 
 
-Row = Callable[[Graph, frozenset[str]], Iterator[str]]
+Row = Callable[[Graph, frozenset[str]], Iterable[str]]
+
+
+def _each(rule: Callable[[Node], str | None]) -> Row:
+    """A rule of one node, for all that a graph has now."""
+    return lambda graph, _: [said for node in list(graph.nodes) if (said := rule(node))]
+
+
+def _attentions(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    yield from _each(attention)(graph, linears)
+    yield from written_out(graph)
+
+
 #: In the order in which they are tried.
 ROWS: Sequence[Row] = (
-    without_idle,
-    attention,
-    gated_clamped,
-    gated,
-    heads,
-    modulated_norm,
-    scaled_residual,
-    residual_norm,
-    modulation,
+    _each(idle),
+    _attentions,
+    *map(_each, (gated_clamped, gated)),
+    lambda graph, _: fuse_heads(graph),  # norms of q and k, and RoPE
+    *map(_each, (modulated_norm, scaled_residual, residual_norm, modulation)),
     projections,
-    gelu_epilogue,
-    biased_activation,
-    activations,
-    norms,
+    *map(_each, (gelu_epilogue, biased_activation, activations, norms)),
 )
 
 

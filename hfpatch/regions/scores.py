@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.regions.nodes import Attend, Constant, fixed, is_tensor, same_size, value
+from hfpatch.regions.nodes import Attend, Constant, fixed, is_tensor, same_size, same_sizes, value
 
 aten: Any = torch.ops.aten
 _CASTS = (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
@@ -97,7 +97,7 @@ def _scores(node: Any) -> _Scores | None:
         for scores, term in (node.args, node.args[::-1]):
             if not is_tensor(term) or not is_tensor(scores):
                 continue
-            if not _same_shape(scores, node) or (found := _scores(scores)) is None or found.open:
+            if not same_sizes(scores, node) or (found := _scores(scores)) is None or found.open:
                 continue
             return replace(found, terms=(*found.terms, (term, 1.0)))  # type: ignore[arg-type]
     return None
@@ -123,11 +123,6 @@ def number_of(held: Any) -> float | None:
     if type(held) not in (int, float) or not math.isfinite(held):
         return None
     return float(held)
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    x, y = value(a).shape, value(b).shape
-    return len(x) == len(y) and all(same_size(p, q) for p, q in zip(x, y, strict=True))
 
 
 def _fits(scores: _Scores, v: Any, out: Node) -> bool:
