@@ -9,19 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.blocks.attention import attention
 from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
     JointSubject,
-    Part,
     Tokens,
     compact,
     image_stream,
     joined,
-    mlp,
-    mlp_first,
-    product_of_two,
-    qkv_of,
     rows,
     text_stream,
     weights_of,
@@ -141,17 +135,9 @@ class FluxSingleSubject(JointSubject):
                 raise HandedBack
             a, split = block.attn, text.shape[1]
             h = joined(text, h)
-            shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
-            x = kernels.modulate(h, scale, shift, None, None)
-            made = mlp_first(block, x)
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             tokens = Tokens(h.shape[1], *weights_of((a.norm_q, a.norm_k)), tables)
-            q, k, v = kernels.qkv((Part(x, qkv_of(a), (tokens,)),), a.heads)
-            backend = a.processor._attention_backend
-            attended = attention(q, k, v, backend=backend).flatten(2)
-            made = mlp(block, x) if made is None else made
-            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, made))
-            h = within_range(h)
+            h = within_range(kernels.single(block, h, temb, (tokens,)))
             return h[:, :split], h[:, split:]
 
         return fused

@@ -12,15 +12,10 @@ from torch import nn
 from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.flux import FluxSingleSubject, FluxSubject
 from hfpatch.blocks.joint import (
-    Part,
     Tokens,
     compact,
     image_stream,
     joined,
-    mlp,
-    mlp_first,
-    product_of_two,
-    qkv_of,
     text_stream,
     weights_of,
 )
@@ -141,17 +136,10 @@ class HunyuanVideoSingleSubject(FluxSingleSubject):
                 raise HandedBack
             a, split = block.attn, h.shape[1]
             h = joined(h, text)
-            shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
-            x = kernels.modulate(h, scale, shift, None, None)
-            made = mlp_first(block, x)
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             norms = weights_of((a.norm_q, a.norm_k))
             tokens = (Tokens(split, *norms, tables), Tokens(text.shape[1], *norms, None))
-            q, k, v = kernels.qkv((Part(x, qkv_of(a), tokens),), a.heads)
-            backend = a.processor._attention_backend
-            attended = kernels.attention(q, k, v, attention_mask, backend=backend).flatten(2)
-            made = mlp(block, x) if made is None else made
-            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, made))
+            h = kernels.single(block, h, temb, tokens, attention_mask)
             return h[:, :split], h[:, split:]
 
         return fused

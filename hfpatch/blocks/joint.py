@@ -225,6 +225,29 @@ class JointKernels:
         }
         return [done[i] for i in range(len(streams))]
 
+    def single(
+        self,
+        block: Any,
+        h: Tensor,
+        temb: Tensor,
+        tokens: Sequence[Tokens],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """A single-stream block: the new residual of the joint sequence `h`.
+
+        Args:
+            tokens: the runs of it; mask: as of `MaskedAttention`.
+        """
+        attn = block.attn
+        shift, scale, gate = block.norm.linear(self.silu(temb)).chunk(3, 1)
+        x = self.modulate(h, scale, shift, None, None)
+        made = mlp_first(block, x)
+        q, k, v = self.qkv((Part(x, qkv_of(attn), tokens),), attn.heads)
+        backend = attn.processor._attention_backend
+        attended = self.attention(q, k, v, mask, backend=backend).flatten(2)
+        made = mlp(block, x) if made is None else made
+        return self.gate(h, gate, product_of_two(block.proj_out, attended, made))  # type: ignore[no-any-return]
+
     def after(
         self,
         h: Tensor,

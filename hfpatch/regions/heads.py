@@ -7,8 +7,10 @@ and the attention that reads it is computed in fp64 on random numbers, and so ar
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,10 +178,8 @@ def _alike(q: _Head, k: _Head) -> bool:
 
 
 def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
-    at = _later(graph, q.x, k.x, *(n for h in (q, k) if h.rope for n in (h.rope.cos, h.rope.sin)))
-    with graph.inserting_after(at):
-        anchor = graph.call_function(operator.getitem, ((None,), 0))  # a place to write behind
-    with graph.inserting_before(anchor):
+    tables_of = (n for h in (q, k) if h.rope for n in (h.rope.cos, h.rope.sin))
+    with _behind(graph, q.x, k.x, *tables_of):
         xs = [_plain_input(graph, h) for h in (q, k)]
         rot = _rope_params(q.rope) if q.rope is not None else {}
         tables = _tables(graph, q.rope) if q.rope is not None else (None, None)
@@ -200,7 +200,6 @@ def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
         results = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
         for head, result in zip((q, k), results, strict=True):
             _put(graph, head, result)
-    graph.erase_node(anchor)
     return op
 
 
@@ -210,13 +209,10 @@ def _fuse_one(graph: Graph, head: _Head) -> str:
     base, _ = _strip(head.rope.base)
     seq_dim = head.seq_dim
     source = base if head.norm is not None or head.x is not base else head.x
-    with graph.inserting_after(_later(graph, source, head.rope.cos, head.rope.sin)):
-        anchor = graph.call_function(operator.getitem, ((None,), 0))
-    with graph.inserting_before(anchor):
+    with _behind(graph, source, head.rope.cos, head.rope.sin):
         params = {"seq_dim": seq_dim, **_rope_params(head.rope)}
         one = graph.call_function(Fused("rope", params), (source, *_tables(graph, head.rope)))
         _put(graph, head, one)
-    graph.erase_node(anchor)
     return "rope"
 
 
@@ -261,9 +257,15 @@ def _put(graph: Graph, head: _Head, result: Node) -> None:
     head.out.replace_all_uses_with(result)
 
 
-def _later(graph: Graph, *nodes: Node) -> Node:
+@contextmanager
+def _behind(graph: Graph, *nodes: Node) -> Iterator[None]:
+    """What is inserted stands behind the last of these nodes, in its order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    return max(nodes, key=order.__getitem__)
+    with graph.inserting_after(max(nodes, key=order.__getitem__)):
+        anchor = graph.call_function(operator.getitem, ((None,), 0))  # a place to write before
+    with graph.inserting_before(anchor):
+        yield
+    graph.erase_node(anchor)
 
 
 def _rope_of(node: Any) -> _Rope | None:
@@ -285,16 +287,16 @@ def _rope_of(node: Any) -> _Rope | None:
         for n in inside
     )
     halves = any(_half_of(a) is not None for n in inside for a in n.all_input_nodes)
-    for interleaved in (False, True):
-        for swapped in (False, True):
-            for share in (1, 2):  # the tables hold each angle twice, or once
-                dims = rotary * share
-                if dims > width or dims % 2 or (halves and share == 2):
-                    continue
-                cos, sin = tables[::-1] if swapped else tables
-                if _gives(node, base, cos, sin, interleaved, dims, share, halves):
-                    whole = 0 if dims == width else dims
-                    return _Rope(base, cos, sin, interleaved, whole, rounds, halves)
+    # whether pairs are turned, which table is of cosines, whether each angle is there twice
+    for interleaved, swapped, share in itertools.product((False, True), (False, True), (1, 2)):
+        dims = rotary * share
+        if dims > width or dims % 2 or (halves and share == 2):
+            continue
+        cos, sin = tables[::-1] if swapped else tables
+        whole = 0 if dims == width else dims
+        found = _Rope(base, cos, sin, interleaved, whole, rounds, halves)
+        if _gives(node, found, share):
+            return found
     return None
 
 
@@ -449,37 +451,30 @@ def _between(base: Node, frontier: Any) -> set[Node]:
     return found
 
 
-def _gives(
-    node: Node,
-    base: Node,
-    cos: Node,
-    sin: Node,
-    interleaved: bool,
-    dims: int,
-    share: int,
-    halves: bool,
-) -> bool:
-    """Whether the piece computes this form, in fp64 on random numbers."""
+def _gives(node: Node, form: _Rope, share: int) -> bool:
+    """Whether the piece computes this form, in fp64 on random numbers; `share`: how many of the
+    columns that are turned have one column of the tables."""
     sizes = Sizes()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sizes.shape(value(base)), generator=generator, dtype=torch.float64)
-    shape = sizes.shape(value(cos))
+    x = torch.randn(sizes.shape(value(form.base)), generator=generator, dtype=torch.float64)
+    dims, shape = form.rotary_dim or x.shape[-1], sizes.shape(value(form.cos))
     angles = torch.randn(*shape[:-1], dims // 2, generator=generator, dtype=torch.float64)
-    if halves:  # what the others are must not matter
+    if form.halves:  # what the others are must not matter
         angles = torch.cat((angles, torch.randn_like(angles)), -1)
     elif share == 1:
-        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-    given = {base: x, cos: angles.cos(), sin: angles.sin()}
+        angles = (
+            angles.repeat_interleave(2, -1) if form.interleaved else torch.cat((angles, angles), -1)
+        )
+    given = {form.base: x, form.cos: angles.cos(), form.sin: angles.sin()}
     try:
         theirs = evaluate(node, given, sizes)
     except Exception:  # an operator that the interpreter cannot run so: no such form
         return False
-    rotary = dims if dims < x.shape[-1] else 0
-    columns = dims // 2 if halves else None
-    c, d = given[cos][..., :columns], given[sin][..., :columns]
+    columns = dims // 2 if form.halves else None
+    c, d = given[form.cos][..., :columns], given[form.sin][..., :columns]
     for seq_dim in (1, 2):  # sizes differ, so that one of them fits
         try:
-            ours = rope(x, c, d, seq_dim, interleaved, rotary)
+            ours = rope(x, c, d, seq_dim, form.interleaved, form.rotary_dim)
         except Exception:  # the tables do not fit
             continue
         if ours.shape != theirs.shape:
