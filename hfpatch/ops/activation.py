@@ -77,5 +77,5 @@ def encode_silu(params: dict[str, Any]) -> tuple[Any, ...]:
     return ()
 
 
-GELU = Op("gelu", gelu, gelu_aten, encode_gelu)
-SILU = Op("silu", silu, F.silu, encode_silu)
+GELU = Op("gelu", gelu, gelu_aten, encode_gelu, captured=True)
+SILU = Op("silu", silu, F.silu, encode_silu, captured=True)

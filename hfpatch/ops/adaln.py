@@ -159,8 +159,12 @@ def encode_gate_residual(params: dict[str, Any]) -> tuple[Any, ...]:
     return (MODULATION_CASTS[params.get("cast", "input")],)
 
 
-NORM_MODULATE = Op("norm_modulate", norm_modulate, norm_modulate_aten, encode_norm_modulate)
-GATE_RESIDUAL = Op("gate_residual", gate_residual, gate_residual, encode_gate_residual)
+NORM_MODULATE = Op(
+    "norm_modulate", norm_modulate, norm_modulate_aten, encode_norm_modulate, captured=True
+)
+GATE_RESIDUAL = Op(
+    "gate_residual", gate_residual, gate_residual, encode_gate_residual, captured=True
+)
 GATE_RESIDUAL_NORM_MODULATE = Op(
     "gate_residual_norm_modulate",
     gate_residual_norm_modulate,

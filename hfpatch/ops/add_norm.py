@@ -75,5 +75,7 @@ def add_layer_norm_aten(
     return layer_norm.layer_norm_aten(total, weight, bias, eps), total
 
 
-ADD_RMS_NORM = Op("add_rms_norm", add_rms_norm, add_rms_norm_aten, rms_norm.encode)
-ADD_LAYER_NORM = Op("add_layer_norm", add_layer_norm, add_layer_norm_aten, layer_norm.encode)
+ADD_RMS_NORM = Op("add_rms_norm", add_rms_norm, add_rms_norm_aten, rms_norm.encode, captured=True)
+ADD_LAYER_NORM = Op(
+    "add_layer_norm", add_layer_norm, add_layer_norm_aten, layer_norm.encode, captured=True
+)

@@ -51,6 +51,8 @@ class Op:
             function is called.
         scratch: how many tensors the raw operator returns behind those of `reference`: memory that
             the kernel works in.
+        captured: whether a rule of `hfpatch.regions.rules` puts it into captured blocks, which
+            need its kernel then.
         example: for ops whose benchmark and test samples follow from their tensors; None: they are
             rows of `hfpatch.bench.cases` and `tests/op_samples.py`.
     """
@@ -62,6 +64,7 @@ class Op:
     beats_single_kernel: frozenset[str] = frozenset()
     direct: bool = True
     scratch: int = 0
+    captured: bool = False
     example: Example | None = None
 
 

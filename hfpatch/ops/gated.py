@@ -136,6 +136,8 @@ def encode_gated_clamped(params: dict[str, Any]) -> tuple[Any, ...]:
     return (*encode_gated(params), *numbers, int(params.get("clamp_activated", False)))
 
 
-GATED = Op("gated", gated, gated_aten, encode_gated)
+GATED = Op("gated", gated, gated_aten, encode_gated, captured=True)
 GATED_PACKED = Op("gated_packed", gated_packed, gated_packed_aten, encode_gated_packed)
-GATED_CLAMPED = Op("gated_clamped", gated_clamped, gated_clamped_aten, encode_gated_clamped)
+GATED_CLAMPED = Op(
+    "gated_clamped", gated_clamped, gated_clamped_aten, encode_gated_clamped, captured=True
+)

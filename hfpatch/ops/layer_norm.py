@@ -53,4 +53,5 @@ OP = Op(
     layer_norm_aten,
     encode,
     beats_single_kernel=frozenset({"cuda", "cpu"}),
+    captured=True,
 )

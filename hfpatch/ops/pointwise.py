@@ -86,6 +86,6 @@ ADD_BIAS = Op(
         "x R D; bias D; residual R D", "videos", lambda x, bias, residual: x + bias + residual
     ),
 )
-ADD_GELU = Op("add_gelu", add_gelu, add_gelu_aten, encode_gelu)
-ADD_SILU = Op("add_silu", add_silu, add_silu_aten, encode_silu)
-MUL_ADD = Op("mul_add", mul_add, mul_add, encode_gate_residual)
+ADD_GELU = Op("add_gelu", add_gelu, add_gelu_aten, encode_gelu, captured=True)
+ADD_SILU = Op("add_silu", add_silu, add_silu_aten, encode_silu, captured=True)
+MUL_ADD = Op("mul_add", mul_add, mul_add, encode_gate_residual, captured=True)

@@ -75,4 +75,11 @@ def encode(params: dict[str, Any]) -> tuple[Any, ...]:
     return (params["eps"], params.get("weight_offset", 0.0), CASTS[params.get("cast", "none")])
 
 
-OP = Op("rms_norm", rms_norm, rms_norm_aten, encode, beats_single_kernel=frozenset({"cuda", "cpu"}))
+OP = Op(
+    "rms_norm",
+    rms_norm,
+    rms_norm_aten,
+    encode,
+    beats_single_kernel=frozenset({"cuda", "cpu"}),
+    captured=True,
+)

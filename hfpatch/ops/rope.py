@@ -191,6 +191,8 @@ def encode_qk_norm_rope(params: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-ROPE = Op("rope", rope, rope, encode_rope)
-ROPE_QK = Op("rope_qk", rope_qk, rope_qk, encode_rope)
-QK_NORM_ROPE = Op("qk_norm_rope", qk_norm_rope, qk_norm_rope_aten, encode_qk_norm_rope)
+ROPE = Op("rope", rope, rope, encode_rope, captured=True)
+ROPE_QK = Op("rope_qk", rope_qk, rope_qk, encode_rope, captured=True)
+QK_NORM_ROPE = Op(
+    "qk_norm_rope", qk_norm_rope, qk_norm_rope_aten, encode_qk_norm_rope, captured=True
+)

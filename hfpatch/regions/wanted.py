@@ -6,14 +6,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from hfpatch import ops
 from hfpatch.planning.settings import Settings
 
 #: What a candidate's fused calls may need.
-OPS = (
-    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "gelu", "silu"),
-    *("rope", "rope_qk", "qk_norm_rope", "norm_modulate", "gate_residual"),
-    *("mul_add", "add_gelu", "add_silu", "gated_clamped"),
-)
+OPS = tuple(op.name for op in ops.OPS.values() if op.captured)
 
 
 def refusal(settings: Settings) -> str | None:
