@@ -170,4 +170,5 @@ GATE_RESIDUAL_NORM_MODULATE = Op(
     gate_residual_norm_modulate,
     gate_residual_norm_modulate_aten,
     encode_norm_modulate,
+    captured=True,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
@@ -312,6 +312,37 @@ def scaled_residual(node: Node) -> str | None:
     return None
 
 
+def gated_sum_norm(node: Node) -> str | None:
+    """`x + gate * y` and the modulated norm of that, as blocks of diffusion transformers have them
+    between attention and MLP."""
+    total = node.args[0] if _is_fused(node, "norm_modulate") else None
+    if not _is_fused(total, "gate_residual"):
+        return None
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    others = [order[n] for n in node.all_input_nodes if n is not total]
+    if all(i < order[total] for i in others):
+        place = total
+    elif all(order[user] >= order[node] for user in total.users):
+        place = node
+    else:  # the sum is read before what modulates its norm is there
+        return None
+    op = "gate_residual_norm_modulate"
+    with node.graph.inserting_before(place):
+        both = node.graph.call_function(
+            Fused(op, node.target.formula.params),  # type: ignore[union-attr]
+            (*total.args, *node.args[1:]),
+        )
+        summed = node.graph.call_function(operator.getitem, (both, 0))
+        normed = node.graph.call_function(operator.getitem, (both, 1))
+    replace_by(total, summed)
+    replace_by(node, normed)
+    return op
+
+
+def _is_fused(node: Any, op: str) -> TypeGuard[Node]:
+    return isinstance(node, Node) and isinstance(node.target, Fused) and node.target.op == op
+
+
 def _is_modulation(node: Any, like: Node) -> bool:
     """Whether a tensor has one value per column, or per sample and column, of a [B, ..., D] one."""
     m, x = value(node), value(like)
@@ -501,7 +532,7 @@ ROWS: Sequence[Row] = (
     _attentions,
     *map(_each, (gated_clamped, gated)),
     lambda graph, _: fuse_heads(graph),  # norms of q and k, and RoPE
-    *map(_each, (modulated_norm, scaled_residual, residual_norm, modulation)),
+    *map(_each, (modulated_norm, scaled_residual, gated_sum_norm, residual_norm, modulation)),
     projections,
     *map(_each, (gelu_epilogue, biased_activation, activations, norms)),
 )

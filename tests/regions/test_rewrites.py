@@ -73,6 +73,62 @@ def test_products_and_sums(code: Callable[..., Tensor], expected: list[str]) -> 
         assert found == expected
 
 
+def _late(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """What modulates the norm is made of the sum."""
+    total = x + m * y
+    scale = total.mean(1, keepdim=True)
+    return total + (F.layer_norm(total, (D,)) * (1 + scale) + s.bias)
+
+
+def _between(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """The sum is read before what modulates its norm is there; that is not made of it."""
+    total = x + m * y
+    other = torch.sin(total)
+    scale = torch.sin(m)
+    return other + (F.layer_norm(total, (D,)) * (1 + scale) + s.bias) + total
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            lambda s, x, y, m: F.layer_norm(x + m * y, (D,)) * (1 + m) + s.bias,
+            ["gate_residual_norm_modulate"],
+        ),
+        (
+            lambda s, x, y, m: (
+                (t := x + y * s.weight)
+                + (F.layer_norm(t, (D,), s.weight, s.bias, 1e-3) * (s.weight + 1) + m)
+            ),
+            ["gate_residual_norm_modulate"],
+        ),
+        (
+            lambda s, x, y, m: F.layer_norm(x + y, (D,)) * (1 + m) + s.bias,
+            ["norm_modulate"],  # no gate
+        ),
+        (
+            lambda s, x, y, m: F.layer_norm(x + m * y, (D,)) * m + s.bias,
+            ["gate_residual", "mul_add"],
+        ),
+        (
+            lambda s, x, y, m: F.layer_norm(y, (D,)) * (1 + m) + (x + m * y)[:, :1],
+            ["gate_residual", "norm_modulate"],  # the norm is of something else
+        ),
+        (_late, ["gate_residual", "norm_modulate"]),
+        (_between, ["gate_residual", "norm_modulate"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_sum_and_its_modulated_norm(
+    code: Callable[..., Tensor], expected: list[str], dtype: torch.dtype
+) -> None:
+    found = ops_of(code, dtype)
+    assert [op for op in found if op in _MODULATED] == [op for op in expected if op in _MODULATED]
+
+
+_MODULATED = ("gate_residual", "norm_modulate", "gate_residual_norm_modulate")
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
