@@ -59,7 +59,7 @@ def files() -> list[Path]:
         for path in sorted(folders.pop().iterdir()):
             name = path.relative_to(ROOT).as_posix()
             if path.is_dir():
-                if not path.name.startswith(".") and (
+                if not (path.name.startswith(".") or path.suffix == ".egg-info") and (
                     name == "tests/build" or path.name not in OTHERS
                 ):
                     folders.append(path)

@@ -41,6 +41,7 @@ def test_every_operator_of_the_header_is_measured() -> None:
     if "cross_entropy and gradient" in {case.name for case in CASES}:
         measured.add("cross_entropy_with_gradient")
     measured |= {"gemm", "gemm_batched", "attention"}  # benchmarks/clib_products.py
+    measured |= {"decode_step", "decode_choose"}  # benchmarks/decode.py
     assert set(re.findall(r"\bX\((\w+),", table)) <= measured
 
 

@@ -297,7 +297,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kernels": {"rmsnorm": "local"}}, "unknown op `rmsnorm`. Did you mean `rms_norm`? The"),
         ({"kernels": {"RMS_norm": "local"}}, "Did you mean `rms_norm`?"),
         ({"kernels": {"flash": "local"}}, f"unknown op `flash`. The ops are: {min(OPS)}"),
-        ({"kernels": "locl"}, "unknown kernel source 'locl' for op `rms_norm`. Did you mean "
+        ({"kernels": "locl"}, "unknown kernel source 'locl' for op `gelu`. Did you mean "
                               "`local`? Expected"),
         ({"kernels": ["pytorch"]}, "Did you mean `torch`?"),
         ({"mode": "train"}, "got 'train'. Did you mean `training`?"),
