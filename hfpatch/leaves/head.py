@@ -211,6 +211,8 @@ def _deferred(module: nn.Module, x: Tensor) -> DeferredLogits | str:
         or not weight.numel()
     ):
         return "what it is given does not fit its weight"
+    if bias is not None and bias.shape != weight.shape[:1]:  # one number is added to all
+        return "its bias is not one number for each class"
     adapter = None
     if parts is not None:
         dtypes = {parts.a.dtype, parts.b.dtype}
@@ -221,6 +223,8 @@ def _deferred(module: nn.Module, x: Tensor) -> DeferredLogits | str:
             or {parts.a.device, parts.b.device} != {x.device}
         ):
             return "its adapter is of another dtype or device"
+        if not lora.fits(parts, *weight.shape):
+            return "its adapter does not fit its weight"
         adapter = Adapter(parts.a, parts.b, parts.scaling, dtype)
     learns = (x, weight, *(() if adapter is None else adapter[:2]))
     if not any(t.requires_grad for t in learns):

@@ -167,12 +167,16 @@ def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
 
 
 def _fits(part: _Product | None, rows: int, columns: int) -> bool:
-    """Whether a product's weight and bias are of these sizes. Those of a pruned layer are others
-    than its configuration says, and a half takes several products as one."""
+    """Whether a product's weight, bias and adapter are of these sizes. Those of a pruned layer are
+    others than its configuration says, and a half takes several products as one."""
     if part is None:
         return False
-    weight, bias = part[0]
-    return weight.shape == (rows, columns) and (bias is None or bias.shape == (rows,))
+    (weight, bias), found = part
+    return (
+        weight.shape == (rows, columns)
+        and (bias is None or bias.shape == (rows,))
+        and (found is None or lora.fits(found, rows, columns))
+    )
 
 
 def _scales(parts: list[_Product | None]) -> tuple[float, ...]:

@@ -44,6 +44,13 @@ def adapted(module: nn.Module) -> Adapted | None:
     return adapted_inside(module)
 
 
+def fits(parts: Adapted, rows: int, columns: int) -> bool:
+    """Whether an adapter's part is [.., rows] of an input [.., columns]. PyTorch adds a part of one
+    column to all, and refuses others."""
+    a, b = parts.a.shape, parts.b.shape
+    return len(a) == len(b) == 2 and a[1] == columns and b == (rows, a[0])
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether it is a linear layer of PEFT's with adapters of any form."""
     cls = type(module)

@@ -253,6 +253,30 @@ def test_an_odd_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_near(step(model, batch(length)), expected, 2e-2)
 
 
+@pytest.mark.parametrize(("rows", "why"), [(1, None), (9, "must match")])
+@pytest.mark.parametrize("part", ["adapter", "bias"])
+def test_sizes_that_are_not_the_heads(part: str, rows: int, why: str | None) -> None:
+    """PyTorch adds what is of one column to all classes, and refuses others in the forward."""
+    twin = wrapped()
+    model = patched(copy.deepcopy(twin))
+    said = []
+    for m in (model, twin):
+        head = head_of(m)
+        if part == "bias":
+            head.base_layer.bias = torch.nn.Parameter(torch.linspace(-1, 1, rows))
+        else:
+            side = head.lora_B["default"]
+            side.weight = torch.nn.Parameter(side.weight.detach()[:rows].clone())
+        if why is not None:
+            with pytest.raises(RuntimeError, match=why) as raised:
+                m(**batch(9))
+            said.append(str(raised.value))
+    if why is None:
+        assert_near(step(model, batch(9)), step(twin, batch(9)))
+    else:
+        assert said[0] == said[1]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"lora_dropout": 0.1}, "its adapter has dropout"),
     "DoRA": ({"use_dora": True}, "its adapter is a variant of LoRA (DoRA, or another)"),

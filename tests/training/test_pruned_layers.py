@@ -101,6 +101,21 @@ def test_pruned_heads_with_adapters() -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_that_give_one_number(dtype: torch.dtype) -> None:
+    """PyTorch adds an adapter's part of one column to all of the product's."""
+    twin = lora(build(dtype=dtype))
+    model = copy.deepcopy(twin)
+    assert layers_of(hfpatch.apply(model, mode="training")) == 2
+    for m in (model, twin):
+        layer: Any = m.get_base_model().model.layers[1]
+        for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj):
+            side = linear.lora_B["default"]
+            side.weight = nn.Parameter(side.weight.detach()[:1].clone())
+    half = dtype == torch.bfloat16
+    assert_equal(gradients(model), gradients(twin), 3e-2 if half else 2e-5)
+
+
 @pytest.mark.parametrize("family", ["SmolLM3", "Cohere2"])
 def test_heads_of_another_size_where_nothing_turns_them(family: str) -> None:
     """Without RoPE nothing else says how a row is cut into heads."""
