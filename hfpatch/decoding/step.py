@@ -352,6 +352,7 @@ class Decoder:
         positions = step.positions
         if positions is None:
             positions = torch.arange(tokens, device=step.ids.device).unsqueeze(0)
+        described = self.described.model
         try:
             with _after_the_last(self, step.ids):
                 engine = self._prompt_engine(key)
@@ -363,12 +364,12 @@ class Decoder:
         if late:
             if not self._is_current(model):
                 return None
-            if key not in self.trusted_prompts:  # it is another model by now
+            if self.described.model is not described:  # it is another model by now
                 return self._serve_prompt(model, original, step, args, kwargs)
         try:
             if key in self.trusted_prompts:
-                arena = caches.begin(step.cache, kept, self.described.model)
-                arena.found_fit(self.described.model)
+                arena = caches.begin(step.cache, kept, described)
+                arena.found_fit(described)
                 self.prompts_served += 1
                 return self._result(logits, step.cache)
             ours = [t.clone() for t in kept.each()]
@@ -479,8 +480,8 @@ class Decoder:
         if late:
             if not self._is_current(model):
                 return None
-            if key not in self.trusted_turns:
-                return self._serve_turn(model, original, step, args, kwargs)  # another model by now
+            if self.described.model is not described:  # it is another model by now
+                return self._serve_turn(model, original, step, args, kwargs)
         if ours is not None:
             caches.leave_arena(step.cache)
             with nothing_captured():  # it is not called for such turns again

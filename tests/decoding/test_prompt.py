@@ -200,6 +200,24 @@ def test_settings_are_looked_at_before_a_prompt_counts() -> None:
     assert held.prompts_served == 3 and held.prompts_refused is None, kept.notes(patched)
 
 
+def test_settings_that_go_to_and_fro() -> None:
+    """What was proven under those before is known, and what the others give is of no use."""
+    plain = make("llama")
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    ids = prompts(1, 20)["input_ids"]
+    for number in range(6):
+        results = []
+        for model in (plain, patched):
+            model.model.layers[0].input_layernorm.variance_epsilon = (1e-6, 2.0)[number % 2]
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            results.append((logits, *(layer.keys for layer in cache.layers)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
+    assert served(patched) == 4, kept.notes(patched)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_padding_on_either_side_and_holes(name: str) -> None:
     """What follows a prompt that is padded on the right is read off a token that is padding."""

@@ -722,6 +722,20 @@ def test_changed_weights_settings_hooks_and_modes_count_at_once(order: str) -> N
     assert held.turns_refused is None and held.refused is None
 
 
+@both_orders
+@torch.no_grad()
+def test_settings_that_go_to_and_fro(order: str) -> None:
+    """What was proven under those before is known, and what the others give is of no use."""
+    plain, patched = fresh("llama")
+    for number in range(8):
+        for model in (plain, patched):
+            model.model.layers[0].input_layernorm.variance_epsilon = (1e-6, 2.0)[number % 2]
+        theirs, ours = (begun(m) for m in (plain, patched))
+        near(*(attempt(m, ids_of(1, 12, 1), c) for m, c in ((patched, ours), (plain, theirs))))
+        same_caches(theirs, ours)
+    assert turns_of(patched) == 6, kept.notes(patched)
+
+
 def test_a_cache_goes_on_between_turns_steps_and_the_unpatched_model() -> None:
     plain, patched = proven("gemma3")
     theirs, ours = begun(plain), begun(patched)

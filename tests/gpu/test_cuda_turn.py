@@ -43,6 +43,7 @@ from decoding.test_turn import (
     test_prompt_lookup_with_many_candidates,
     test_prompts_in_chunks,
     test_random_decoders,
+    test_settings_that_go_to_and_fro,
     test_turns_between_any_operations_give_what_they_give_unpatched,
     test_what_is_padding_among_the_new_tokens_is_a_number,
     test_windows_that_are_passed_in_a_turn,
