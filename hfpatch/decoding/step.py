@@ -290,7 +290,7 @@ class Decoder:
         return (
             self.turns_refused is None
             and ids.device.type in TURN_DEVICES
-            and (described is None or described.whole)
+            and (described is None or _is_computed(described))
         )
 
     def _may_be_turn(self, ids: Tensor) -> bool:
@@ -805,10 +805,16 @@ _UNKNOWN_ID = "an id is not in the vocabulary"
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+def _is_computed(described: Any) -> bool:
+    """Whether prompts and turns of a description are computed by it: no layer calls a module, and
+    the kernels take its dtype."""
+    return described.whole and described.dtype in _LIMITS
+
+
 def _takes_prompts(described: Any, ids: Tensor, cache: Any) -> bool:
     """Whether a description is one of prompts too, and these begin a cache that it can fill."""
     return (
-        described.whole
+        _is_computed(described)
         and ids.device == described.device
         and caches.unfit_for_prompt(cache, described) is None
     )

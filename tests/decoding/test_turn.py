@@ -736,6 +736,21 @@ def test_settings_that_go_to_and_fro(order: str) -> None:
     assert turns_of(patched) == 6, kept.notes(patched)
 
 
+@both_orders
+@torch.no_grad()
+def test_a_dtype_without_kernels_is_the_originals_and_ends_nothing(order: str) -> None:
+    plain, patched = proven()
+    for dtype, served in ((torch.float64, 0), (torch.float32, 1)):
+        before = turns_of(patched)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                near(*(attempt(m.to(dtype), ids_of(1, 12, 1), begun(m)) for m in (patched, plain)))
+        assert turns_of(patched) == before + served, kept.notes(patched)
+    held = kept.decoders[patched]
+    assert held.turns_refused is None and not held.reasons, kept.notes(patched)
+
+
 def test_a_cache_goes_on_between_turns_steps_and_the_unpatched_model() -> None:
     plain, patched = proven("gemma3")
     theirs, ours = begun(plain), begun(patched)

@@ -24,6 +24,7 @@ from decoding.test_turn import (
     test_a_cache_goes_on_between_turns_steps_and_the_unpatched_model,
     test_a_cache_or_mask_that_does_not_fit,
     test_a_chat_about_an_image,
+    test_a_dtype_without_kernels_is_the_originals_and_ends_nothing,
     test_a_mask_for_heads_that_share_keys,
     test_a_prefixs_cache_serves_several_continuations,
     test_a_rope_that_changes_with_the_length_is_the_originals_from_there_on,
