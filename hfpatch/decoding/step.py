@@ -230,7 +230,8 @@ class Decoder:
                 return f"`{name}` is {kwargs[name]}"
         keep = kwargs.get("logits_to_keep", 0)
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
-            return f"`logits_to_keep` is {keep if type(keep) is int else 'a tensor'}"
+            # without the number: who scores answers asks for another one at each call
+            return "`logits_to_keep` is neither 0, 1 nor all of the new tokens"
         if ids.device.type not in self.choice.devices:
             return f"`decoding=` leaves out {ids.device.type}"
         if watched() or _modes() or _every_module_hooked() or calls_otherwise(nn.Module):

@@ -553,7 +553,7 @@ def same(got: Any, wanted: Any) -> None:
 #: Arguments that no turn takes; with each the original is called, and raises what it raises.
 _ODD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "`output_hidden_states` is given": lambda _: {"output_hidden_states": True},
-    "`logits_to_keep` is 3": lambda _: {"logits_to_keep": 3},
+    "`logits_to_keep` is neither 0, 1 nor all of the new tokens": lambda _: {"logits_to_keep": 3},
     "`attention_mask` has 4 dimensions": lambda _: {
         "attention_mask": here(torch.ones(1, 1, 12, 32).bool())
     },
@@ -582,6 +582,13 @@ def test_other_calls_are_the_originals(why: str) -> None:
     assert f"decoding: turns left to the original: {why}" in kept.notes(patched)
     near(*(attempt(m, ids_of(1, 12, 1), begun(m)) for m in (patched, plain)))
     assert turns_of(patched) == served + 1
+
+
+def test_a_reason_is_said_once_whatever_the_number() -> None:
+    plain, patched = proven()
+    for keep in (2, 5, 11):
+        same(*(attempt(m, ids_of(1, 12), begun(m), logits_to_keep=keep) for m in (patched, plain)))
+    assert len(kept.decoders[patched].turn_reasons) == 1, kept.notes(patched)
 
 
 @pytest.mark.filterwarnings("ignore")
