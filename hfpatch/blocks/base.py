@@ -57,6 +57,8 @@ class HandedBack(NotCovered):
 #: a table of another dtype, a weight that is gone. The original answers it, or has its own error.
 _ERRORS = (NotCovered, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 _CALL_IMPL = nn.Module._call_impl.__code__
+#: The first argument of a call that has none.
+_MISSING: Any = object()
 
 
 def _of_a_module(error: BaseException) -> bool:
@@ -382,7 +384,11 @@ class BlockSubject(Subject):
                 contract.partitioned(found[0])
             return bool(found)
 
-        def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(
+            self: nn.Module, hidden_states: Any = _MISSING, *args: Any, **kwargs: Any
+        ) -> Any:
+            if hidden_states is _MISSING:
+                return type(self).forward(self, **kwargs)  # which says what it lacks
             if is_compiling():
                 if like:
                     every = (hidden_states, *args)
@@ -433,12 +439,16 @@ class BlockSubject(Subject):
         if like:
             opaque.register(self.module, anchor, forward)
         first = self.argument
+        # Python's own errors of arguments name the function
+        forward.__qualname__ = own.__qualname__
         if first == "hidden_states":
             return forward
 
         def renamed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "hidden_states" in kwargs or (args and first in kwargs):
+                return type(self).forward(self, *args, **kwargs)  # which says what is too many
             if first in kwargs:
-                return forward(self, kwargs.pop(first), *args, **kwargs)
+                return forward(self, kwargs.pop(first), **kwargs)
             return forward(self, *args, **kwargs)
 
         return renamed

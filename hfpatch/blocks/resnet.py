@@ -115,9 +115,9 @@ class ResnetSubject(BlockSubject):
             block: Any, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any
         ) -> Tensor:
             x = input_tensor
-            # without a projection the embedding is added as it is
-            given = temb is not None and block.time_emb_proj is None
-            if args or kwargs or x.ndim != 4 or given:
+            # without a projection the embedding is added as it is; without an embedding it fails
+            odd = (temb is None) != (block.time_emb_proj is None)
+            if args or kwargs or x.ndim != 4 or odd:
                 raise HandedBack
             h = norm_silu(x, block.norm1)
             if block.time_emb_proj is not None:

@@ -140,3 +140,33 @@ def test_weights_that_are_gone(name: str) -> None:
         for each in (model, twin):
             each.get_submodule(path).weight = None
         compare(model, twin, call, path)
+
+
+def said(block: nn.Module, args: tuple[Any, ...], call: Call) -> str:
+    """The error that a call ends with."""
+    with pytest.raises(TypeError) as raised, torch.no_grad():
+        block(*args, **call)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_are_missing_or_too_many(name: str) -> None:
+    """Whatever the class calls its first argument, the error is the class's own."""
+    block, call = block_and_call(name)
+    twin = Root(zoo.randomize_(block).eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
+    first = list(inspect.signature(type(block).forward).parameters)[1]
+    rest = {k: v for k, v in call.items() if k != first}
+    for args, given in (((), {}), ((), rest), ((call[first],), call)):
+        assert said(model.block, args, given) == said(twin.block, args, given), given.keys()
+    compare(model, twin, call, "as it was")
+
+
+def test_a_resnet_block_without_its_embedding() -> None:
+    block, call = block_and_call("resnet")
+    twin = Root(zoo.randomize_(block).eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
+    without = {**call, "temb": None}
+    assert said(model.block, (), without) == said(twin.block, (), without)
