@@ -353,27 +353,36 @@ def at_once(
     expected = [call() for _, call in calls]
     if device != "cpu":
         torch.cuda.synchronize()
-    failures: list[BaseException] = []
-    start = threading.Barrier(threads)
 
     def work(index: int) -> None:
+        for round_ in range(rounds):
+            kept = []
+            for i in range(len(calls)):
+                at = (i + 5 * index + round_) % len(calls)
+                for context in streams():
+                    with context:
+                        kept.append((at, calls[at][1]()))
+            if device != "cpu":
+                torch.cuda.synchronize()
+            for at, results in kept:
+                assert_same_bits(results, expected[at], f"{calls[at][0]} in thread {index}")
+
+    in_threads(work, threads)
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """`work(index)` in so many threads that begin together; raises what the first to fail did."""
+    failures: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def run(index: int) -> None:
         try:
             start.wait(60)
-            for round_ in range(rounds):
-                kept = []
-                for i in range(len(calls)):
-                    at = (i + 5 * index + round_) % len(calls)
-                    for context in streams():
-                        with context:
-                            kept.append((at, calls[at][1]()))
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                for at, results in kept:
-                    assert_same_bits(results, expected[at], f"{calls[at][0]} in thread {index}")
+            work(index)
         except BaseException as e:
             failures.append(e)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(count)]
     for w in workers:
         w.start()
     for w in workers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +81,8 @@ def image_stream(
     run: Callable[[Any, Tensor], Tensor] = feed_forward,
 ) -> Stream:
     """The stream that an attention has its own projections for; `run(ff, x)` is its FFN."""
-    norms = (attn.norm_q, attn.norm_k)
-    out = to_out(attn)
-    return Stream(h, modulation, qkv_of(attn), norms, tables, out, lambda x: run(ff, x))
+    norms, out = (attn.norm_q, attn.norm_k), to_out(attn)
+    return Stream(h, modulation, qkv_of(attn), norms, tables, out, partial(run, ff))
 
 
 def text_stream(
@@ -94,9 +94,8 @@ def text_stream(
     run: Callable[[Any, Tensor], Tensor] = feed_forward,
 ) -> Stream:
     """The stream that it has added projections for."""
-    norms = (attn.norm_added_q, attn.norm_added_k)
-    out = attn.to_add_out
-    return Stream(h, modulation, added_qkv_of(attn), norms, tables, out, lambda x: run(ff, x))
+    norms, out = (attn.norm_added_q, attn.norm_added_k), attn.to_add_out
+    return Stream(h, modulation, added_qkv_of(attn), norms, tables, out, partial(run, ff))
 
 
 class JointKernels:

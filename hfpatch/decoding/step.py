@@ -442,10 +442,13 @@ class Decoder:
             mask = None
         # as in a step: a GPU gets its work first, where what it reads is in place
         late = step.ids.device.type in LATE_DEVICES and self.unlike is None
-        late = late and self._turn_key(step, mask, length) in self.trusted_turns
-        late = late and self.watch.in_place()
-        if not late and not (self._is_current(model) and self._may_be_turn(step.ids)):
-            return None
+        if late:
+            key = self._turn_key(step, mask, length)
+            late = key in self.trusted_turns and self.watch.in_place()
+        if not late:
+            if not (self._is_current(model) and self._may_be_turn(step.ids)):
+                return None
+            key = self._turn_key(step, mask, length)  # of the model that it is now
         why = self._misfit(step.ids)
         if why is not None:
             self.turn_reasons.setdefault(why)
@@ -457,7 +460,6 @@ class Decoder:
             # what the original reads off padding depends on the attention that was set
             self.turn_reasons.setdefault("logits are asked for of a token that is padding")
             return None
-        key = self._turn_key(step, mask, length)
         described = self.described.model
         try:
             with _after_the_last(self, step.ids):

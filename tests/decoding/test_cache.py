@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.cache_moves import MOVES, moved
 from decoding.families import device, here, make, prompts
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
@@ -233,39 +234,16 @@ def test_steps_between_any_operations_give_what_they_give_unpatched(
             call(ids_of(seed, 2))
         elif move == "unpatched":
             call(ids_of(seed, 1), plain)
-        elif move == "crop":
-            outcomes = []
-            for cache in both:
-                try:
-                    cache.crop(-1 - seed % 2 if cache.get_seq_length() > 3 else -1)
-                    outcomes.append("")
-                except RuntimeError as e:  # a window that has left keys behind
-                    outcomes.append(str(e))
-            assert outcomes[0] == outcomes[1]
-            lengths = {layer.get_seq_length() for layer in both[0].layers}
-            if outcomes[0] or len(lengths) > 1 or lengths == {0}:
-                break  # of no use to anybody
-        elif move == "reorder":
-            generator = torch.Generator().manual_seed(seed)
-            order = here(torch.randint(0, count, (count,), generator=generator))
-            for cache in both:
-                cache.reorder_cache(order)
-        elif move == "repeat" and count < 3:
-            for cache in both:
-                cache.batch_repeat_interleave(2)
-        elif move == "select":
-            for cache in both:
-                cache.batch_select_indices(here(torch.tensor([seed % count])))
+        elif move in MOVES:
+            held = here(torch.ones(count, both[0].get_seq_length()))
+            if moved(move, seed, both, held) is None:
+                break
         elif move == "deepcopy":  # the others go on later
             pairs.insert(0, (copy.deepcopy(both[0]), copy.deepcopy(both[1])))
         elif move == "other":
             pairs.append(pairs.pop(0))
         elif move == "pickle":
             pairs[0] = (both[0], pickle.loads(pickle.dumps(both[1])))
-        elif move == "written":
-            for cache in both:
-                layer = cache.layers[seed % len(cache.layers)]
-                layer.values = layer.values * 0.5
         elif move == "text":
             texts = []
             length = both[0].get_seq_length()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import test_image_models as image_models
+from decoding.cache_moves import MOVES, moved
 from decoding.families import FAMILIES, device, here, make, prompts
 from decoding.test_interrupts import _of, lines_of
 from hypothesis import HealthCheck, event, given, settings
@@ -462,7 +463,7 @@ def test_turns_between_any_operations_give_what_they_give_unpatched(
     call(prompt, 0)
     for move, seed in moves:
         theirs, mine, mask = held[0]
-        both, count = (theirs, mine), mask.shape[0]
+        both = theirs, mine
         if move in ("turn", "last alone"):
             more = {"logits_to_keep": 1} if move == "last alone" else {}
             call(9 + seed % 20, seed, **more)
@@ -470,42 +471,15 @@ def test_turns_between_any_operations_give_what_they_give_unpatched(
             call(1 + (move == "two tokens"), seed)
         elif move == "unpatched":
             call(1 + seed % 12, seed, plain)
-        elif move == "crop":
-            outcomes = []
-            for cache in both:
-                try:
-                    cache.crop(-1 - seed % 2 if cache.get_seq_length() > 3 else -1)
-                    outcomes.append("")
-                except RuntimeError as e:  # a window that has left keys behind
-                    outcomes.append(str(e))
-            assert outcomes[0] == outcomes[1]
-            lengths = {layer.get_seq_length() for layer in theirs.layers}
-            if outcomes[0] or len(lengths) > 1 or lengths == {0}:
-                break  # of no use to anybody
-            held[0] = theirs, mine, mask[:, : lengths.pop()]
-        elif move == "reorder":
-            generator = torch.Generator().manual_seed(seed)
-            order = here(torch.randint(0, count, (count,), generator=generator))
-            for cache in both:
-                cache.reorder_cache(order)
-            held[0] = theirs, mine, mask[order]
-        elif move == "repeat" and count < 3:
-            for cache in both:
-                cache.batch_repeat_interleave(2)
-            held[0] = theirs, mine, mask.repeat_interleave(2, 0)
-        elif move == "select":
-            which = here(torch.tensor([seed % count]))
-            for cache in both:
-                cache.batch_select_indices(which)
-            held[0] = theirs, mine, mask[which]
+        elif move in MOVES:
+            left = moved(move, seed, both, mask)
+            if left is None:
+                break
+            held[0] = theirs, mine, left
         elif move == "deepcopy":  # the others go on later
             held.insert(0, (copy.deepcopy(theirs), copy.deepcopy(mine), mask))
         elif move == "other":
             held.append(held.pop(0))
-        elif move == "written":
-            for cache in both:
-                layer = cache.layers[seed % len(cache.layers)]
-                layer.values = layer.values * 0.5
         theirs, mine, mask = held[0]
         if seed % 3 == 0:  # who reads takes layers out of their arena
             for a, b in zip(theirs.layers, mine.layers, strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from c_api import Library
 from decode_samples import BY_ID, CHOICES, STEPS
-from proofs import assert_no_growth
+from proofs import assert_no_growth, in_threads
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).resolve().parents[1]
@@ -59,26 +58,16 @@ def test_threads_with_a_stream_each(library: Library) -> None:
         made = sample.make(torch.bfloat16, library.size, "cuda")
         proofs.call(library, sample, made)
         expected[sample.id] = proofs.results(made)
-    failures: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for i in range(3 * len(SAMPLES)):
-                    sample = SAMPLES[(i + 5 * index) % len(SAMPLES)]
-                    made = sample.make(torch.bfloat16, library.size, "cuda")
-                    proofs.call(library, sample, made)
-                    proofs.assert_equal(proofs.results(made), expected[sample.id], sample.id)
-        except BaseException as e:
-            failures.append(e)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(3 * len(SAMPLES)):
+                sample = SAMPLES[(i + 5 * index) % len(SAMPLES)]
+                made = sample.make(torch.bfloat16, library.size, "cuda")
+                proofs.call(library, sample, made)
+                proofs.assert_equal(proofs.results(made), expected[sample.id], sample.id)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    if failures:
-        raise failures[0]
+    in_threads(work, 8)
 
 
 def test_no_growth_in_memory(library: Library) -> None:

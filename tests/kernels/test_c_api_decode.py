@@ -4,7 +4,6 @@ fp64, memory, layouts, threads, odd values and what is refused."""
 from __future__ import annotations
 
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from decode_proofs import (
     results,
 )
 from decode_samples import BY_ID, CHOICES, SAMPLES, STEPS, ChoiceSample, Made, StepSample
-from proofs import assert_no_growth, assert_same_bits
+from proofs import assert_no_growth, assert_same_bits, in_threads
 from support.decoders import Shape
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
@@ -381,29 +380,19 @@ def test_calls_from_several_threads(built: Path) -> None:
         made = sample.make(torch.bfloat16, library.size)
         call(library, sample, made)
         expected[sample.id] = results(made)
-    failures: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            for i in range(3 * len(SAMPLES)):
-                sample = SAMPLES[(i + 5 * index) % len(SAMPLES)]
-                made = sample.make(torch.bfloat16, library.size, threads=i % 3)
+        for i in range(3 * len(SAMPLES)):
+            sample = SAMPLES[(i + 5 * index) % len(SAMPLES)]
+            made = sample.make(torch.bfloat16, library.size, threads=i % 3)
+            call(library, sample, made)
+            for got, want in zip(results(made), expected[sample.id], strict=True):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), sample.id
+            made.arguments[0] = torch.zeros(1 + index)
+            with pytest.raises(KernelError, match=rf"got .*\b{1 + index}\b|must"):
                 call(library, sample, made)
-                for got, want in zip(results(made), expected[sample.id], strict=True):
-                    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), sample.id
-                made.arguments[0] = torch.zeros(1 + index)
-                with pytest.raises(KernelError, match=rf"got .*\b{1 + index}\b|must"):
-                    call(library, sample, made)
-        except BaseException as e:
-            failures.append(e)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    if failures:
-        raise failures[0]
+    in_threads(work, 4)
 
 
 @pytest.mark.parametrize("failing", [False, True])
