@@ -17,7 +17,8 @@ from support.samples import SEEDS, Sample
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.blocks.joint import MaskedAttention, joined, product_of_two
+from hfpatch.blocks.joint import MaskedAttention
+from hfpatch.blocks.side_by_side import joined, product_of_two
 
 Inputs = dict[str, Any]
 

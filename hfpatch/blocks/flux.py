@@ -12,17 +12,15 @@ from torch import nn
 from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
     JointSubject,
-    Tokens,
     compact,
     image_stream,
-    joined,
-    rows,
     text_stream,
     weights_of,
     within_range,
 )
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import drawing
+from hfpatch.blocks.side_by_side import Tokens, joined, rows
 from hfpatch.proof.subject import Forward, Tensor
 
 

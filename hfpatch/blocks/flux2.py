@@ -14,18 +14,14 @@ from hfpatch.blocks.attention import attention
 from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
     JointSubject,
-    Tables,
-    Tokens,
     compact,
     image_stream,
-    joined,
-    product_of_two,
-    rows,
     text_stream,
     weights_of,
     within_range,
 )
 from hfpatch.blocks.memo import StepMemo
+from hfpatch.blocks.side_by_side import Tables, Tokens, joined, product_of_two, rows
 from hfpatch.proof.subject import Forward, Tensor
 from hfpatch.proof.unchanged import is_replaced
 

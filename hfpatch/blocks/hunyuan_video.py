@@ -11,16 +11,10 @@ from torch import nn
 
 from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.flux import FluxSingleSubject, FluxSubject
-from hfpatch.blocks.joint import (
-    Tokens,
-    compact,
-    image_stream,
-    joined,
-    text_stream,
-    weights_of,
-)
+from hfpatch.blocks.joint import compact, image_stream, text_stream, weights_of
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import drawing
+from hfpatch.blocks.side_by_side import Tokens, joined
 from hfpatch.proof.subject import Forward, Tensor
 
 Masking = Callable[

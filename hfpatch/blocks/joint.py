@@ -24,15 +24,19 @@ from hfpatch.blocks.parts import check_pairs
 from hfpatch.blocks.projections import (
     feed_forward,
     gelu_product,
-    is_packed,
     is_plain,
     output_projection,
-    project,
-    project_into,
+)
+from hfpatch.blocks.side_by_side import (
+    Part,
+    SideBySide,
+    Tables,
+    Tokens,
+    by_head,
+    product_of_two,
 )
 from hfpatch.proof.subject import Combo, Tensor
 
-Tables = tuple[Tensor, Tensor]
 #: Per stream or block, as AdaLN-Zero chunks them: shift, scale, gate, then the FFN's three.
 Modulation = Sequence[Tensor]
 #: Where a norm of q and k rounds, by the class's own rule: see HFP_CAST_* in `hfpatch.h`.
@@ -41,23 +45,6 @@ _CASTS = {
     ("diffusers.models.normalization", "RMSNorm"): "weight",
     ("diffusers.models.normalization", "MochiRMSNorm"): "none",
 }
-
-
-class Tokens(NamedTuple):
-    """A run of tokens whose q and k are normed and rotated alike."""
-
-    length: int
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    tables: Tables | None
-
-
-class Part(NamedTuple):
-    """A sequence that goes through one set of projections, and the runs of tokens in it."""
-
-    x: Tensor  # [B, S, C]
-    linears: Sequence[Any]  # to q, k and v
-    tokens: Sequence[Tokens]
 
 
 class Stream(NamedTuple):
@@ -109,83 +96,22 @@ class JointKernels:
         )
         self.silu = StepMemo(F.silu)
         self.attention = MaskedAttention()
-        self._norm_rope_into: Callable[..., None] | None = None
+        norm_rope = None
         if qk is not None:
-            self._norm_rope_into = bind(
-                "qk_norm_rope", into=2, eps=qk.eps, cast=cast_of(qk), interleaved=True
-            )
-
-    def qkv(
-        self, parts: Sequence[Part], heads: int, order: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of all parts, one after the other: views of [B, S, H, D].
-
-        Where the projections are one product each, they are written side by side into one buffer
-        and normed there; text and image are never copied together. Else the layers are called in
-        the `order` of the original, by default that of the parts.
-        """
-        first = parts[0].x
-        batch = first.shape[0]
-        ours = (len(parts) == 1 or batch == 1) and all(is_packed(p.linears, p.x) for p in parts)
-        if ours:
-            width = sum(linear.out_features for linear in parts[0].linears)
-            made = first.new_empty(sum(p.x.shape[1] for p in parts) * batch, width)
-            start = 0
-            for p in parts:
-                rows = p.x.flatten(0, 1)
-                project_into(made[start : start + rows.shape[0]], rows, p.linears)
-                start += rows.shape[0]
-            q, k, v = (_heads(t, heads) for t in made.view(batch, -1, width).chunk(3, -1))
-            self._norm_rope((q, k), [(q, k)], [[t for p in parts for t in p.tokens]])
-            return q, k, v
-        made_of = {i: project(parts[i].x, parts[i].linears) for i in order or range(len(parts))}
-        split = [[_heads(t, heads) for t in made_of[i]] for i in range(len(parts))]
-        v = split[0][2] if len(parts) == 1 else torch.cat([s[2] for s in split], 1)
-        sources = [(s[0], s[1]) for s in split]
-        if self._norm_rope_into is None:
-            return torch.cat([s[0] for s in split], 1), torch.cat([s[1] for s in split], 1), v
-        q, k = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(v.shape)
-        self._norm_rope((q, k), sources, [p.tokens for p in parts])
-        return q, k, v
+            norm_rope = bind("qk_norm_rope", into=2, eps=qk.eps, cast=cast_of(qk), interleaved=True)
+        self._side_by_side = SideBySide(norm_rope)
+        self.qkv = self._side_by_side.qkv
 
     def qkv_and_rest(
         self, linear: Any, x: Tensor, inner: int, tokens: Tokens, heads: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v as of `qkv`, from a layer that gives more than those; and what is left."""
         made = linear(x)
-        q, k, v = (_heads(made[..., i * inner : (i + 1) * inner], heads) for i in range(3))
+        q, k, v = (by_head(made[..., i * inner : (i + 1) * inner], heads) for i in range(3))
         # a plain layer's result is nobody else's: a hook or an adapter may keep what it gives
         into = (q, k) if is_plain(linear, x) else (torch.empty_like(q), torch.empty_like(k))
-        self._norm_rope(into, [(q, k)], [(tokens,)])
+        self._side_by_side.norm_rope(into, [(q, k)], [(tokens,)])
         return *into, v, made[..., 3 * inner :]
-
-    def _norm_rope(
-        self,
-        into: tuple[Tensor, Tensor],
-        sources: Sequence[tuple[Tensor, Tensor]],
-        tokens: Sequence[Sequence[Tokens]],
-    ) -> None:
-        """Norm and RoPE of each source's runs of tokens, to their places in `into`."""
-        run = self._norm_rope_into
-        if run is None:  # the buffer holds q and k already
-            return
-        to = 0
-        for (q, k), runs in zip(sources, tokens, strict=True):
-            at = 0
-            for t in runs:
-                there, here = slice(to, to + t.length), slice(at, at + t.length)
-                cos, sin = t.tables or (None, None)
-                run(
-                    into[0][:, there],
-                    into[1][:, there],
-                    q[:, here],
-                    k[:, here],
-                    t.q_weight,
-                    t.k_weight,
-                    cos,
-                    sin,
-                )
-                to, at = to + t.length, at + t.length
 
     def double(
         self,
@@ -260,10 +186,6 @@ class JointKernels:
         return self.gate(h, gate2, ff(x))  # type: ignore[no-any-return]
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
-    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
-
-
 def weights_of(norms: tuple[Any, Any]) -> tuple[Tensor | None, Tensor | None]:
     return tuple(None if n is None else n.weight for n in norms)  # type: ignore[return-value]
 
@@ -284,39 +206,6 @@ def added_qkv_of(attn: Any) -> tuple[Any, Any, Any]:
 def to_out(attn: Any) -> Callable[[Tensor], Tensor]:
     """The output projection and its dropout."""
     return lambda x: output_projection(attn, x)
-
-
-def joined(first: Tensor, second: Tensor) -> Tensor:
-    """`torch.cat((first, second), 1)`, without a copy where the two stand so in memory already:
-    the halves of what the block before returned."""
-    batch, one, width = first.shape
-    both = one + second.shape[1]
-    strides = (both * width, width, 1)
-    if (
-        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and first.dtype == second.dtype
-        and second.shape[0] == batch
-        and second.shape[2] == width
-        and second.storage_offset() == first.storage_offset() + one * width
-        and (batch == 1 or first.stride(0) == second.stride(0) == strides[0])
-        and first.stride()[1:] == second.stride()[1:] == strides[1:]
-    ):
-        return first.as_strided((batch, both, width), strides)
-    return torch.cat((first, second), 1)
-
-
-def product_of_two(linear: Any, a: Tensor, b: Tensor) -> Tensor:
-    """`linear(torch.cat((a, b), -1))` without the copy: two products, summed.
-
-    The sum of the first is rounded to the dtype on the way, which fp16's range could not hold:
-    there, and where the layer is not plain, the module itself is called.
-    """
-    if a.dtype == torch.float16 or not is_plain(linear, a):
-        return linear(torch.cat((a, b), -1))  # type: ignore[no-any-return]
-    weight, split = linear.weight, a.shape[-1]
-    y = F.linear(a, weight[:, :split], linear.bias)
-    y.view(-1, y.shape[-1]).addmm_(b.flatten(0, 1), weight[:, split:].t())
-    return y
 
 
 def mlp(block: Any, x: Tensor) -> Tensor:
@@ -406,11 +295,6 @@ def tight(x: Tensor) -> Tensor:
     """A stream's part [B, S, C] of the joint result as a linear layer takes it in one product with
     its bias: of a single sample a view will do."""
     return x[0].unsqueeze(0) if x.shape[0] == 1 else x.contiguous()
-
-
-def rows(tables: Tables | None, start: int, end: int) -> Tables | None:
-    """The part of [S, D] tables for some of the tokens."""
-    return None if tables is None else (tables[0][start:end], tables[1][start:end])
 
 
 # ------------------------------------------------------------------------------ subject and family

@@ -21,8 +21,6 @@ from torch import nn
 from hfpatch.blocks.base import BlockSubject, HandedBack
 from hfpatch.blocks.joint import (
     JointKernels,
-    Part,
-    Tokens,
     added_qkv_of,
     cast_of,
     qkv_of,
@@ -33,6 +31,7 @@ from hfpatch.blocks.joint import (
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import Constant, drawing, odd_dtypes, undispatched
 from hfpatch.blocks.sandwich import NormedSum
+from hfpatch.blocks.side_by_side import Part, Tokens
 from hfpatch.proof.subject import Forward, Tensor
 
 _QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")

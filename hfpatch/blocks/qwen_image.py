@@ -10,15 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hfpatch.blocks.base import HandedBack
-from hfpatch.blocks.joint import (
-    JointSubject,
-    Tables,
-    image_stream,
-    text_stream,
-    within_range,
-)
+from hfpatch.blocks.joint import JointSubject, image_stream, text_stream, within_range
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import drawing
+from hfpatch.blocks.side_by_side import Tables
 from hfpatch.proof.subject import Forward, Tensor
 
 

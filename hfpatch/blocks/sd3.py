@@ -13,8 +13,6 @@ from hfpatch.blocks.base import HandedBack
 from hfpatch.blocks.joint import (
     JointKernels,
     JointSubject,
-    Part,
-    Tokens,
     added_qkv_of,
     qkv_of,
     tight,
@@ -23,6 +21,7 @@ from hfpatch.blocks.joint import (
 )
 from hfpatch.blocks.parts import undispatched
 from hfpatch.blocks.projections import feed_forward
+from hfpatch.blocks.side_by_side import Part, Tokens
 from hfpatch.proof.subject import Forward, Tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,25 +13,37 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from hfpatch.attention import attention
+from hfpatch.blocks import side_by_side as joining
+from hfpatch.blocks.memo import StepMemo
+from hfpatch.blocks.parts import Constant as Vector
 from hfpatch.blocks.projections import gelu_product, is_plain, project
 from hfpatch.regions.caches import update, update_cross, update_self
+from hfpatch.regions.functional import LAST
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
     Call,
     Constant,
+    Filled,
     Fused,
+    JoinedHeads,
+    JoinedRows,
     Leaf,
     Param,
     Project,
     ProjectGelu,
+    ProjectParts,
+    Table,
+    is_tensor,
+    value,
 )
 from hfpatch.regions.structure import CACHE, TENSOR, Structure
 
 aten: Any = torch.ops.aten
 #: Called as `run(block, tensors, cache)`.
 Run = Callable[[nn.Module, list[torch.Tensor], Any], Any]
-Bind = Callable[[str, Mapping[str, Any]], Callable[..., Any]]
+#: Called as `bind(op, params)`, or with the number of tensors that the callable is to write to.
+Bind = Callable[..., Callable[..., Any]]
 
 #: Operators that are quicker as a method or an operator of Python's than through their overload.
 _METHODS = {
@@ -39,7 +52,21 @@ _METHODS = {
     aten.transpose.int: "transpose",
     aten.unsqueeze.default: "unsqueeze",
     aten.permute.default: "permute",
+    aten.flatten.using_ints: "flatten",
+    aten.unflatten.int: "unflatten",
+    aten.chunk.default: "chunk",
+    aten.unbind.int: "unbind",
+    aten.split_with_sizes.default: "split_with_sizes",
+    aten.to.dtype: "to",
 }
+#: The same of functions.
+_FUNCTIONS = {
+    aten.cat.default: torch.cat,
+    aten.silu.default: F.silu,
+    aten.tanh.default: torch.tanh,
+}
+#: Operators that give a list of tensors, of which each part is taken once.
+_LISTS = (aten.chunk.default, aten.unbind.int, aten.split_with_sizes.default)
 _INFIX = {aten.add.Tensor: "+", aten.mul.Tensor: "*", aten.sub.Tensor: "-"}
 
 
@@ -66,6 +93,8 @@ class _Writer:
             "linear": linear,
             "linear_gelu": linear_gelu,
             "into": into,
+            "joined": joining.joined,
+            "product_of_two": joining.product_of_two,
             "update": update,
             "update_self": update_self,
             "update_cross": update_cross,
@@ -123,12 +152,23 @@ class _Writer:
         return self._places[path]
 
     def _bound_name(self, thing: Any, letter: str) -> str:
-        key = (letter, thing) if isinstance(thing, (Fused, torch.dtype)) else (letter, id(thing))
+        by_value = isinstance(thing, (Fused, Filled, torch.dtype))
+        key = (letter, thing if by_value else id(thing))
         if key not in self._bound:
             name = self._bound[key] = f"{letter}_{len(self._bound)}"
-            made = self._bind(thing.op, thing.formula.params) if isinstance(thing, Fused) else thing
-            self._globals[name] = made
+            self._globals[name] = self._made(thing)
         return self._bound[key]
+
+    def _made(self, thing: Any) -> Any:
+        """What the name of a thing stands for."""
+        if isinstance(thing, Fused):
+            return self._bind(thing.op, thing.formula.params)
+        if isinstance(thing, JoinedHeads):
+            norm_rope = self._bind("qk_norm_rope", thing.norm_rope.formula.params, 2)
+            return joining.JoinedHeads(norm_rope, thing.heads, thing.order)
+        if isinstance(thing, Table):
+            return StepMemo(partial(made_table, thing.of))
+        return Vector(thing.number, thing.dtype) if isinstance(thing, Filled) else thing
 
     def _argument(self, held: Any) -> str:
         if isinstance(held, Node):
@@ -174,6 +214,15 @@ class _Writer:
             else:
                 modules = "".join(f"{self._module(p)}, " for p in target.paths)
                 call = f"project({given[0]}, ({modules}))"
+        elif isinstance(target, ProjectParts):
+            call = f"product_of_two({self._module(target.path)}, {', '.join(given)})"
+        elif isinstance(target, JoinedRows):
+            call = f"joined({', '.join(given)})"
+        elif isinstance(target, JoinedHeads):
+            groups = "".join(
+                f"({''.join(f'{self._module(p)}, ' for p in group)}), " for group in target.groups
+            )
+            call = f"{self._bound_name(target, 'j')}(({groups}), {', '.join(given)})"
         elif isinstance(target, ProjectGelu):
             act = self._bound_name(Fused("gelu", {"approximate": target.approximate}), "k")
             call = (
@@ -186,7 +235,7 @@ class _Writer:
             how["softcap"] = target.softcap
             wanted = [f"{n}={h}" for n, h in how.items() if h not in (None, "None", False)]
             call = f"attention({', '.join([q, k, v, *wanted])})"
-        elif isinstance(target, Fused):
+        elif isinstance(target, (Fused, Filled, Table)):
             call = f"{self._bound_name(target, 'k')}({', '.join(given)})"
         else:
             call = self._operator(node, given, named)
@@ -212,11 +261,24 @@ class _Writer:
             return f"{given[0]}[{given[1]}]"
         if target is aten.sym_size.int:
             return f"{given[0]}.shape[{given[1]}]"
+        if target is aten.slice.Tensor and not named and is_tensor(node):
+            return given[0] + self._columns_of(node, given[1:])
         if target in _METHODS and not named:
             return f"{given[0]}.{_METHODS[target]}({', '.join(given[1:])})"
         if target in _INFIX and not named:
             return f"{given[0]} {_INFIX[target]} {given[1]}"
-        return f"{self._bound_name(target, 'op')}({', '.join([*given, *named])})"
+        function = _FUNCTIONS.get(target, target)
+        return f"{self._bound_name(function, 'op')}({', '.join([*given, *named])})"
+
+    def _columns_of(self, node: Node, given: list[str]) -> str:
+        """`[:, start:end:step]` of a slice's arguments behind the tensor."""
+        dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+        texts = dict(zip(("dim", "start", "end", "step"), given, strict=False))
+        place = int(dim) % value(node).dim()  # type: ignore[arg-type]
+        first = "" if start in (None, 0) else texts["start"]
+        last = "" if end in (None, LAST) else texts["end"]
+        by = "" if step in (None, 1) else f":{texts['step']}"
+        return f"[{':, ' * place}{first}:{last}{by}]"
 
     def _is_unpacked(self, node: Any) -> bool:
         return self._names.get(node) == "()"
@@ -231,6 +293,10 @@ class _Writer:
         target = node.target
         if isinstance(target, Project):
             count = len(target.paths)
+        elif isinstance(target, JoinedHeads):
+            count = 3
+        elif target in _LISTS:
+            count = len(value(node))
         elif isinstance(target, (Fused, CacheUpdate)):
             count = 2
         else:
@@ -268,7 +334,8 @@ def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
     """A call of a layer."""
     if is_plain(module, x):
         held = module.__dict__["_parameters"]
-        return F.linear(x, held["weight"], held["bias"])
+        # of rows that lie apart PyTorch makes a copy, and adds the bias in a kernel of its own
+        return F.linear(x.contiguous(), held["weight"], held["bias"])
     return module(x)  # type: ignore[no-any-return]
 
 
@@ -276,6 +343,12 @@ def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> tor
     """GELU of a layer's result, in the product's epilogue where cuBLASLt has it."""
     found = gelu_product(module, x, approximate) if approximate == "tanh" else None
     return act(linear(module, x)) if found is None else found  # type: ignore[no-any-return]
+
+
+def made_table(of: Callable[[torch.Tensor], torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+    """`of` a table, as kernels read it; of one that all samples share, once for all."""
+    part = of(table[:1] if table.dim() > 2 and table.stride(0) == 0 else table)
+    return (part.float() if part.dtype == torch.float64 else part).contiguous()
 
 
 def into(x: torch.Tensor, y: torch.Tensor, dim: int = 0, *which: Any) -> torch.Tensor:

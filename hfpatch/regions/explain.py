@@ -25,6 +25,7 @@ from hfpatch.regions.nodes import (
     CacheUpdate,
     Call,
     Constant,
+    Filled,
     Fused,
     Leaf,
     Param,
@@ -238,7 +239,7 @@ def _steps(captured: Captured, block: nn.Module, errors: Mapping[Node, float]) -
 
 
 def _is_step(node: Node) -> bool:
-    if isinstance(node.target, (Constant, Param)):
+    if isinstance(node.target, (Constant, Filled, Param)):
         return False
     return isinstance(node.target, (CacheUpdate, Project)) or is_work(node)
 
@@ -254,7 +255,7 @@ def _sources(node: Node) -> list[Node]:
         seen.add(n)
         if n.op == "placeholder" or _is_step(n):
             found.append(n)
-        elif not isinstance(n.target, (Constant, Param)):
+        elif not isinstance(n.target, (Constant, Filled, Param)):
             left += n.all_input_nodes
     return found
 

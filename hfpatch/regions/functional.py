@@ -122,10 +122,10 @@ def is_whole_slice(node: Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
     start, end, step = (*node.args[2:], *(None,) * 3)[:3]
-    return start in (None, 0) and (end is None or end == _LAST) and step in (None, 1)
+    return start in (None, 0) and (end is None or end == LAST) and step in (None, 1)
 
 
-_LAST = 9223372036854775807
+LAST = 9223372036854775807
 
 
 def _as(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -177,7 +177,7 @@ def _as_slice(graph: Graph, node: Node) -> None:
         return
     if any(n.meta.get("in_place") for n in graph.nodes):
         return  # what was a tensor of its own may be written to
-    replace(node, aten.slice.Tensor, (x, dim, at, at + 1 if at != -1 else _LAST))
+    replace(node, aten.slice.Tensor, (x, dim, at, at + 1 if at != -1 else LAST))
 
 
 #: Of a constant, on its way to where it is used.
@@ -197,7 +197,7 @@ def _as_stack(graph: Graph, node: Node) -> None:
     parts: list[Node] = []
     for write, start in ((under, 0), (node, 1)):
         dim, begin, end, step = (*write.args[2:], *(None,) * 4)[:4]
-        if dim not in (-1, last) or (begin or 0) != start or step != 2 or end not in (None, _LAST):
+        if dim not in (-1, last) or (begin or 0) != start or step != 2 or end not in (None, LAST):
             return
         parts.append(write.args[1])  # type: ignore[arg-type]
     if width is None or width % 2:

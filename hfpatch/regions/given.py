@@ -6,7 +6,7 @@ a softmax over nothing but -inf gives NaN. What the graph itself makes so needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,16 @@ from torch.fx import Graph, Node
 
 from hfpatch.leaves.tables import hold_twice, rows_are_open, without_inf
 from hfpatch.regions.capture import Uncapturable
-from hfpatch.regions.nodes import Attend, Constant, Fused, fixed, is_tensor, value
+from hfpatch.regions.nodes import (
+    Attend,
+    Constant,
+    Fused,
+    JoinedHeads,
+    Table,
+    fixed,
+    is_tensor,
+    value,
+)
 from hfpatch.regions.scores import TERMS
 
 Tensor = torch.Tensor
@@ -48,8 +57,9 @@ def looks(graph: Graph) -> tuple[Look, Look]:
     rows: set[int] = set()
     never: set[int] = set()
     for node in graph.nodes:
-        if isinstance(node.target, Fused) and node.target.op in _ROPES:
-            interleaved = bool(node.target.formula.params.get("interleaved"))
+        turns = _turns_of(node.target)
+        if turns is not None:
+            interleaved = bool(turns.get("interleaved"))
             for table in _doubled(node):
                 source = _source_of_table(table)
                 if source in inputs:
@@ -70,15 +80,29 @@ def _all(asked: Iterable[tuple[Look, set[int]]]) -> Look:
     return lambda tensors: all(ask([tensors[i] for i in of]) for ask, of in questions)
 
 
+def _turns_of(target: Any) -> Mapping[str, Any] | None:
+    """The parameters of an op that turns heads."""
+    if isinstance(target, JoinedHeads):
+        return target.norm_rope.formula.params
+    return target.formula.params if isinstance(target, Fused) and target.op in _ROPES else None
+
+
 def _doubled(node: Node) -> Iterator[Node]:
     """The tables of a rotation that are as wide as the columns it turns."""
-    params: Any = node.target.formula.params  # type: ignore[union-attr]
-    both = node.target.op != "rope"  # type: ignore[union-attr]
-    tensors = [a for a in node.args if isinstance(a, Node)]
-    heads, tables = tensors[: 2 if both else 1], tensors[-2:]
-    width = params.get("rotary_dim") or fixed(value(heads[0]).shape[-1])
+    target, args = node.target, node.args
+    turns: Any = _turns_of(target)
+    if isinstance(target, JoinedHeads):
+        parts, last = args
+        tables = [t for pair in (*(p[3:] for p in parts), last) for t in pair]  # type: ignore
+        width = turns.get("rotary_dim") or target.width
+    else:
+        tables = list(args[-2:])
+        width = turns.get("rotary_dim") or fixed(value(args[0]).shape[-1])
     for table in tables:
-        if table not in heads and is_tensor(table) and fixed(value(table).shape[-1]) == width:
+        if isinstance(getattr(table, "target", None), Table):
+            if table.target.doubled:
+                yield table.args[0]
+        elif is_tensor(table) and fixed(value(table).shape[-1]) == width:
             yield table
 
 

@@ -11,8 +11,8 @@ import itertools
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -26,6 +26,7 @@ from hfpatch.regions.nodes import (
     Fused,
     Leaf,
     Param,
+    Table,
     fixed,
     is_tensor,
     same_size,
@@ -36,32 +37,37 @@ Tensor = torch.Tensor
 aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class _Rope:
+class Rope(NamedTuple):
     """What a piece of a graph computes: `rope(base, cos, sin, …)`.
 
-    `halves`: of the tables the first half of the columns, which hold each angle once.
+    `sin`: None where `cos` is one complex table. `halves`: of the tables the first half of the
+    columns, which hold each angle once.
     """
 
     base: Node
     cos: Node
-    sin: Node
+    sin: Node | None
     interleaved: bool
     rotary_dim: int
     rounds: bool
-    halves: bool
+    halves: bool = False
 
 
 @dataclass(frozen=True)
 class _Head:
-    """From a projection to attention: `out` is [B, H, S, D]; `x` is what the op is given."""
+    """From a projection to attention: `out` is [B, H, S, D]; `x` is what the op is given.
+
+    `across`: the norm is one of all heads. `flat`: so is the rotation, whose tables have columns of
+    their own for each head: `out` and `x` are [B, S, H D].
+    """
 
     out: Node
     x: Node
     seq_dim: int
-    rope: _Rope | None
+    rope: Rope | None
     norm: Leaf | None
     across: bool
+    flat: bool = False
 
 
 def fuse_heads(graph: Graph) -> Iterator[str]:
@@ -105,7 +111,7 @@ def _is_swap(node: Node) -> bool:
     return node.target is aten.permute.default and list(node.args[1]) == [0, 2, 1, 3]  # type: ignore[arg-type]
 
 
-def _strip(node: Node) -> tuple[Node, int]:
+def strip(node: Node) -> tuple[Node, int]:
     """The node behind exchanges of heads and tokens, and how many there were."""
     count = 0
     while True:
@@ -120,37 +126,50 @@ def _strip(node: Node) -> tuple[Node, int]:
 def _head(out: Node) -> _Head | None:
     if not is_tensor(out) or value(out).dim() != 4:
         return None
-    node, turns = _strip(out)
-    found = _rope_of(node)
+    node, turns = strip(out)
+    found = rope_of(node)
     if found is None and isinstance(node.target, Leaf):  # a norm behind the rotation
-        inner = _rope_of(node.args[0])  # type: ignore[arg-type]
+        inner = rope_of(node.args[0])  # type: ignore[arg-type]
         if inner is not None:
-            base, more = _strip(inner.base)
+            base, more = strip(inner.base)
             return _Head(node.args[0], base, 2 - (turns + more) % 2, inner, None, False)  # type: ignore[arg-type]
     if found is not None:
-        node, more = _strip(found.base)
+        node, more = strip(found.base)
         turns += more
         if turns % 2 == 0:  # lies as [B, H, S, D]: the op walks it so
             node = found.base if more % 2 else node
     norm, across = None, False
-    if isinstance(node.target, Leaf) and node.target.formula.op == "rms_norm":
+    if is_rms_norm(node):
         norm, x = node.target, node.args[0]
     else:
         x = node
-        under = _under_view(node)
-        if (
-            under is not None
-            and isinstance(under.target, Leaf)
-            and under.target.formula.op == "rms_norm"
-        ):
+        under = under_view(node)
+        if under is not None and is_rms_norm(under):
             norm, across = under.target, True
+        elif under is not None and found is None:
+            return _flat_head(under)
     if found is None and norm is None:
         return None
     seq_dim = 1 if turns % 2 else 2
     return _Head(out, x, seq_dim, found, norm, across)  # type: ignore[arg-type]
 
 
-def _under_view(node: Node) -> Node | None:
+def _flat_head(node: Node) -> _Head | None:
+    """A rotation of all heads at once, and the norm in front of it."""
+    found = rope_of(node)
+    if found is None:
+        return None
+    if is_rms_norm(found.base):
+        norm: Any = found.base
+        return _Head(node, norm.args[0], 1, found, norm.target, True, True)
+    return _Head(node, found.base, 1, found, None, False, True)
+
+
+def is_rms_norm(node: Node) -> bool:
+    return isinstance(node.target, Leaf) and node.target.formula.op == "rms_norm"
+
+
+def under_view(node: Node) -> Node | None:
     """What a [B, S, H, D] view is of, if that is [B, S, H D]."""
     if node.target not in (aten.view.default, aten.reshape.default, aten.unflatten.int):
         return None
@@ -160,7 +179,7 @@ def _under_view(node: Node) -> Node | None:
 
 def _alike(q: _Head, k: _Head) -> bool:
     """Whether one op takes both."""
-    if (q.seq_dim, q.across) != (k.seq_dim, k.across):
+    if (q.seq_dim, q.across, q.flat) != (k.seq_dim, k.across, k.flat):
         return False
     if not same_size(value(q.x).shape[q.seq_dim], value(k.x).shape[k.seq_dim]):
         return False  # keys of another text
@@ -173,16 +192,16 @@ def _alike(q: _Head, k: _Head) -> bool:
             return False
     a, b = q.rope, k.rope
     if a is not None and b is not None:
-        return replace(a, base=b.base) == b
+        return a._replace(base=b.base) == b
     return True
 
 
 def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
-    tables_of = (n for h in (q, k) if h.rope for n in (h.rope.cos, h.rope.sin))
-    with _behind(graph, q.x, k.x, *tables_of):
+    given = (n for h in (q, k) if h.rope for n in (h.rope.cos, h.rope.sin) if n is not None)
+    with behind(graph, q.x, k.x, *given):
         xs = [_plain_input(graph, h) for h in (q, k)]
-        rot = _rope_params(q.rope) if q.rope is not None else {}
-        tables = _tables(graph, q.rope) if q.rope is not None else (None, None)
+        rot = rope_params(q.rope) if q.rope is not None else {}
+        tables = tables_of(graph, q.rope) if q.rope is not None else (None, None)
         if q.norm is not None and k.norm is not None:
             weights = [
                 None if h.norm.params[0] is None  # type: ignore[union-attr]
@@ -206,28 +225,54 @@ def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
 def _fuse_one(graph: Graph, head: _Head) -> str:
     """RoPE of q or k alone; a norm in front of it stays."""
     assert head.rope is not None
-    base, _ = _strip(head.rope.base)
+    base, _ = strip(head.rope.base)
     seq_dim = head.seq_dim
     source = base if head.norm is not None or head.x is not base else head.x
-    with _behind(graph, source, head.rope.cos, head.rope.sin):
-        params = {"seq_dim": seq_dim, **_rope_params(head.rope)}
-        one = graph.call_function(Fused("rope", params), (source, *_tables(graph, head.rope)))
+    with behind(graph, source, *(t for t in (head.rope.cos, head.rope.sin) if t is not None)):
+        params = {"seq_dim": seq_dim, **rope_params(head.rope)}
+        one = graph.call_function(Fused("rope", params), (source, *tables_of(graph, head.rope)))
         _put(graph, head, one)
     return "rope"
 
 
-def _tables(graph: Graph, found: _Rope) -> tuple[Node, Node]:
+def tables_of(graph: Graph, found: Rope) -> tuple[Node, Node]:
     """What the op is given as tables."""
+    if found.sin is None:
+        made = [graph.call_function(Table(part=p), (found.cos,)) for p in ("real", "imag")]
+        return made[0], made[1]
+    base, cos = value(found.base), value(found.cos)
+    if base.dim() == 3 and found.interleaved and same_size(base.shape[-1], cos.shape[-1]):
+        # as large as q itself; each angle stands there twice
+        made = [graph.call_function(Table(0, 2, True), (t,)) for t in (found.cos, found.sin)]
+        return made[0], made[1]
     if not found.halves:
-        return found.cos, found.sin
+        return _whole_rows(graph, found.cos), _whole_rows(graph, found.sin)
     cut: list[Node] = []
     for table in (found.cos, found.sin):
         last, half = value(table).dim() - 1, value(table).shape[-1] // 2
         cut.append(graph.call_function(aten.slice.Tensor, (table, last, 0, half)))
+        cut[-1].meta = {"val": value(table)[..., :half]}
     return cut[0], cut[1]
 
 
-def _rope_params(found: _Rope) -> dict[str, Any]:
+def _whole_rows(graph: Graph, table: Node) -> Node:
+    """A table; where it is every second column of another one, made once a step."""
+    if table.target is not aten.slice.Tensor or len(table.args) < 5:
+        return table
+    source, dim, start, _, step = table.args
+    last = value(table).dim() - 1
+    whole = fixed(value(source).shape[-1])
+    columns = fixed(value(table).shape[-1])
+    if dim not in (-1, last) or step != 2 or start not in (0, 1) or whole is None:
+        return table
+    if columns != len(range(start, whole, step)):  # type: ignore[call-overload]
+        return table
+    made = graph.call_function(Table(start, step, False), (source,))
+    made.meta = dict(table.meta)
+    return made
+
+
+def rope_params(found: Rope) -> dict[str, Any]:
     return {
         "interleaved": found.interleaved,
         "rotary_dim": found.rotary_dim,
@@ -237,7 +282,7 @@ def _rope_params(found: _Rope) -> dict[str, Any]:
 
 def _plain_input(graph: Graph, head: _Head) -> Node:
     """What the op is given: with a norm over all heads, a view of what the norm was of."""
-    if not head.across:
+    if not head.across or head.flat:
         return head.x
     norm: Any = head.x.args[0]
     made = graph.call_function(head.x.target, (norm.args[0], *head.x.args[1:]), head.x.kwargs)  # type: ignore[arg-type]
@@ -251,14 +296,14 @@ def _put(graph: Graph, head: _Head, result: Node) -> None:
     if value(head.x).dtype != value(head.out).dtype:  # the rotation was followed by a cast
         result = graph.call_function(aten.to.dtype, (result, value(head.out).dtype))
         result.meta = dict(head.x.meta)
-    if head.seq_dim == 1:
+    if head.seq_dim == 1 and not head.flat:
         result = graph.call_function(aten.transpose.int, (result, 1, 2))
     result.meta = dict(head.out.meta)
     head.out.replace_all_uses_with(result)
 
 
 @contextmanager
-def _behind(graph: Graph, *nodes: Node) -> Iterator[None]:
+def behind(graph: Graph, *nodes: Node) -> Iterator[None]:
     """What is inserted stands behind the last of these nodes, in its order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     with graph.inserting_after(max(nodes, key=order.__getitem__)):
@@ -268,15 +313,15 @@ def _behind(graph: Graph, *nodes: Node) -> Iterator[None]:
     graph.erase_node(anchor)
 
 
-def _rope_of(node: Any) -> _Rope | None:
+def rope_of(node: Any) -> Rope | None:
     """The form of RoPE that a node is the result of, if it is one."""
-    if not is_tensor(node) or value(node).dim() != 4:
+    if not is_tensor(node) or value(node).dim() not in (3, 4):
         return None
     piece = _piece(node)
     if piece is None:
         return None
     base, tables, inside = piece
-    if len(tables) != 2 or not 0 < len(inside) <= 64:
+    if not tables or not 0 < len(inside) <= 64:
         return None
     width = fixed(value(base).shape[-1])
     rotary = fixed(value(tables[0]).shape[-1])
@@ -286,6 +331,11 @@ def _rope_of(node: Any) -> _Rope | None:
         n.target is aten.mul.Tensor and value(n).dtype == value(base).dtype != torch.float32
         for n in inside
     )
+    if len(tables) == 1 and value(tables[0]).is_complex():
+        found = Rope(base, tables[0], None, True, 0 if 2 * rotary == width else 2 * rotary, rounds)
+        return found if 2 * rotary <= width and _gives(node, found, 1) else None
+    if len(tables) != 2:
+        return None
     halves = any(_half_of(a) is not None for n in inside for a in n.all_input_nodes)
     # whether pairs are turned, which table is of cosines, whether each angle is there twice
     for interleaved, swapped, share in itertools.product((False, True), (False, True), (1, 2)):
@@ -294,15 +344,15 @@ def _rope_of(node: Any) -> _Rope | None:
             continue
         cos, sin = tables[::-1] if swapped else tables
         whole = 0 if dims == width else dims
-        found = _Rope(base, cos, sin, interleaved, whole, rounds, halves)
+        found = Rope(base, cos, sin, interleaved, whole, rounds, halves)
         if _gives(node, found, share):
             return found
     return None
 
 
 def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
-    """From the one 4-D tensor that a result depends on and the tables it is made with: (that
-    tensor, tables, the nodes between)."""
+    """From the one tensor of as many dimensions that a result depends on and the tables it is made
+    with: (that tensor, tables, the nodes between)."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     known: dict[Node, bool] = {}
 
@@ -338,7 +388,7 @@ def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
         for other in others:
             tables[_table(other)] = None
         left += heads
-    base = _base(list(frontier))
+    base = _base(list(frontier), value(node).dim())
     if base is None or node in frontier:
         return None
     # what lies between the base and the frontier are views of it
@@ -402,6 +452,7 @@ _PIECE_VIEWS = frozenset(
         *(aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints),
         *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.clone.default),
         *(aten.split.sizes, aten.contiguous.default),
+        *(aten.view_as_complex.default, aten.view_as_real.default),
     }
 )
 
@@ -412,14 +463,15 @@ _SAME_VALUES = (
 )
 
 
-def _base(frontier: list[Node]) -> Node | None:
-    """The whole heads that pieces were cut from: the last 4-D tensor of which all are views."""
+def _base(frontier: list[Node], dims: int) -> Node | None:
+    """The whole heads that pieces were cut from: the last tensor of `dims` dimensions of which all
+    are views."""
     chains = [_made_of(f) for f in frontier]
     shared = set(chains[0]).intersection(*chains[1:]) if chains else set()
     for node in chains[0] if chains else ():
         if node not in shared or node.target in _SAME_VALUES:
             continue
-        if is_tensor(node) and value(node).dim() == 4:
+        if is_tensor(node) and value(node).dim() == dims and not value(node).is_complex():
             return node
     return None
 
@@ -451,7 +503,7 @@ def _between(base: Node, frontier: Any) -> set[Node]:
     return found
 
 
-def _gives(node: Node, form: _Rope, share: int) -> bool:
+def _gives(node: Node, form: Rope, share: int) -> bool:
     """Whether the piece computes this form, in fp64 on random numbers; `share`: how many of the
     columns that are turned have one column of the tables."""
     sizes = Sizes()
@@ -461,17 +513,22 @@ def _gives(node: Node, form: _Rope, share: int) -> bool:
     angles = torch.randn(*shape[:-1], dims // 2, generator=generator, dtype=torch.float64)
     if form.halves:  # what the others are must not matter
         angles = torch.cat((angles, torch.randn_like(angles)), -1)
-    elif share == 1:
+    elif share == 1 and form.sin is not None:
         angles = (
             angles.repeat_interleave(2, -1) if form.interleaved else torch.cat((angles, angles), -1)
         )
-    given = {form.base: x, form.cos: angles.cos(), form.sin: angles.sin()}
+    given = {form.base: x, form.cos: angles.cos()}
+    if form.sin is None:
+        given[form.cos] = torch.polar(torch.ones_like(angles), angles)
+    else:
+        given[form.sin] = angles.sin()
     try:
         theirs = evaluate(node, given, sizes)
     except Exception:  # an operator that the interpreter cannot run so: no such form
         return False
     columns = dims // 2 if form.halves else None
-    c, d = given[form.cos][..., :columns], given[form.sin][..., :columns]
+    c = given[form.cos][..., :columns]
+    d = None if form.sin is None else given[form.sin][..., :columns]
     for seq_dim in (1, 2):  # sizes differ, so that one of them fits
         try:
             ours = rope(x, c, d, seq_dim, form.interleaved, form.rotary_dim)

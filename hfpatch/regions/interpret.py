@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from hfpatch.blocks.side_by_side import by_head, rows
 from hfpatch.ops import OPS
 from hfpatch.regions.caches import with_past
 from hfpatch.regions.nodes import (
@@ -19,11 +20,16 @@ from hfpatch.regions.nodes import (
     CacheUpdate,
     Call,
     Constant,
+    Filled,
     Fused,
+    JoinedHeads,
+    JoinedRows,
     Leaf,
     Param,
     Project,
     ProjectGelu,
+    ProjectParts,
+    Table,
     value,
 )
 
@@ -83,6 +89,14 @@ def operate(node: Node, of: Callable[[Node], Any], wide: torch.dtype | None) -> 
         return OPS[target.op].reference(*args, **target.formula.params)
     if isinstance(target, Attend):
         return attend_reference(target, *args)
+    if isinstance(target, JoinedRows):
+        return torch.cat(args, 1)
+    if isinstance(target, Table):
+        return target.of(args[0])
+    if isinstance(target, Filled):
+        like: Tensor = args[0]
+        dtype = wide or target.dtype
+        return torch.full(like.shape[-1:], target.number, dtype=dtype, device=like.device)
     if target is operator.getitem:
         return args[0][args[1]]
     result = target(*args, **kwargs)
@@ -158,6 +172,10 @@ class Interpreter:
             return self._call(target.path, args, kwargs)
         if isinstance(target, Project):
             return tuple(self._call(p, args, {}) for p in target.paths)
+        if isinstance(target, ProjectParts):
+            return self._call(target.path, (torch.cat(args, -1),), {})
+        if isinstance(target, JoinedHeads):
+            return self._joined(target, *args)
         if isinstance(target, ProjectGelu):
             return F.gelu(self._call(target.path, args, {}), approximate=target.approximate)
         if isinstance(target, Leaf):
@@ -165,6 +183,17 @@ class Interpreter:
         if isinstance(target, CacheUpdate):
             return with_past(*args)
         return operate(node, values.__getitem__, self._wide)
+
+    def _joined(self, target: JoinedHeads, parts: Any, tables: Any) -> tuple[Tensor, ...]:
+        made, at = [], 0
+        for (x, q_weight, k_weight, *own), paths in zip(parts, target.groups, strict=True):
+            q, k, v = (by_head(self._call(p, (x,), {}), target.heads) for p in paths)
+            found = rows(tables, at, at := at + x.shape[1]) if own[0] is None else own
+            turned = OPS["qk_norm_rope"].reference(
+                q, k, q_weight, k_weight, *found, **target.norm_rope.formula.params
+            )
+            made.append((*turned, v))
+        return tuple(torch.cat(side, 1) for side in zip(*made, strict=True))
 
     def _param(self, path: str, name: str) -> Tensor:
         module = self._modules[path]

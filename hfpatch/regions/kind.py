@@ -29,7 +29,7 @@ from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
 from hfpatch.regions.interrupts import held_back
-from hfpatch.regions.nodes import Project
+from hfpatch.regions.nodes import groups_of
 from hfpatch.regions.proof import (
     Disproved,
     Evidence,
@@ -347,9 +347,7 @@ class Kind:
         if evidence is None:
             raise _Undecided("its results were not finite")
         packs = tuple(
-            n.target.paths
-            for n in captured.graph.nodes
-            if isinstance(n.target, Project) and len(n.target.paths) > 1
+            paths for n in captured.graph.nodes for paths in groups_of(n.target) if len(paths) > 1
         )
         return Variant(
             captured.shapes, run, packs, same, given, tuple(found), before, after, evidence, source

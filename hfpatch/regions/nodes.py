@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from hfpatch.proof.subject import Formula
 
 Tensor = torch.Tensor
+aten: Any = torch.ops.aten
 
 
 class Target:
@@ -49,6 +50,36 @@ class Constant(Target):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(id(tensor))
         self.tensor = tensor
+
+
+class Filled(Target):
+    """`[D]` of one number, for an argument `[..., D]`: a gate of ones, a shift of zeros."""
+
+    __name__ = "filled"
+
+    def __init__(self, number: float, dtype: torch.dtype) -> None:
+        super().__init__(number, dtype)
+        self.number, self.dtype = number, dtype
+
+
+class Table(Target):
+    """`t[..., start::step]` of a table of RoPE, made once for all blocks of a step.
+
+    `part`: of complex numbers, "real" or "imag"; else "". `doubled`: all that is left out stands
+    there too, which is to be looked at.
+    """
+
+    __name__ = "table"
+
+    def __init__(
+        self, start: int = 0, step: int = 1, doubled: bool = False, part: str = ""
+    ) -> None:
+        super().__init__(start, step, doubled, part)
+        self.start, self.step, self.doubled, self.part = start, step, doubled, part
+
+    def of(self, table: Tensor) -> Tensor:
+        """The table's part, as a view."""
+        return (getattr(table, self.part) if self.part else table)[..., self.start :: self.step]
 
 
 class Call(Target):
@@ -123,6 +154,50 @@ class ProjectGelu(Target):
         self.path, self.approximate = path, approximate
 
 
+class ProjectParts(Target):
+    """`linear(torch.cat(parts, -1))` of two parts, without the copy."""
+
+    __name__ = "project_parts"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class JoinedRows(Target):
+    """`torch.cat((a, b), 1)`, without a copy where they lie so."""
+
+    __name__ = "joined_rows"
+
+
+class JoinedHeads(Target):
+    """q, k and v [B, S, H, D] of parts of a sequence, one after the other, normed and turned.
+
+    Called as `joined(((x, q weight, k weight, cos, sin), …), (cos, sin))`: a part's tables are its
+    own, the last ones those of all tokens; either may be None.
+
+    Args:
+        groups: of each part the paths of its layers to q, k and v.
+        order: the parts as the original calls their layers.
+        heads, width: H and D.
+        params: of `qk_norm_rope`.
+    """
+
+    __name__ = "joined_heads"
+
+    def __init__(
+        self,
+        groups: tuple[tuple[str, ...], ...],
+        order: tuple[int, ...],
+        heads: int,
+        width: int,
+        params: Mapping[str, Any],
+    ) -> None:
+        self.groups, self.order, self.heads, self.width = groups, order, heads, width
+        self.norm_rope = Fused("qk_norm_rope", params)
+        super().__init__(groups, order, heads, width, self.norm_rope)
+
+
 class Attend(Target):
     """`hfpatch.attention.attention` of q, k, v [B, H, S, D] and a mask."""
 
@@ -131,6 +206,13 @@ class Attend(Target):
     def __init__(self, causal: bool, scale: float | None, softcap: float | None = None) -> None:
         super().__init__(causal, scale, softcap)
         self.causal, self.scale, self.softcap = causal, scale, softcap
+
+
+def groups_of(target: Any) -> tuple[tuple[str, ...], ...]:
+    """The paths of layers that one product serves where their weights are packed."""
+    if isinstance(target, JoinedHeads):
+        return target.groups
+    return (target.paths,) if isinstance(target, Project) else ()
 
 
 def without_dead(graph: Graph) -> None:
@@ -167,6 +249,21 @@ def same_sizes(a: Any, b: Any) -> bool:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value(node), Tensor)
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two nodes are tensors of one shape and dtype, for all sizes."""
+    return is_tensor(a) and is_tensor(b) and value(a).dtype == value(b).dtype and same_sizes(a, b)
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a node is a tensor in another dtype, and nothing else."""
+    return (
+        is_tensor(node)
+        and node.target in (aten.to.dtype, aten._to_copy.default)
+        and is_tensor(node.args[0])
+        and value(node).device == value(node.args[0]).device
+    )
 
 
 def replace(old: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:

@@ -218,7 +218,12 @@ def _may_be(
 def _binder(sources: Sources) -> Bind:
     """A callable that binds our own kernels, which `refusal` has found to be there."""
     kernels: dict[str, Kernel] = {op: sources.kernel(op, block=True) for op in OPS}  # type: ignore[misc]
-    return lambda op, params: kernels[op].bind(dict(params))
+
+    def bind(op: str, params: Mapping[str, Any], into: int = 0) -> Callable[..., Any]:
+        kernel = kernels[op]
+        return kernel.bind_into(into, dict(params)) if into else kernel.bind(dict(params))
+
+    return bind
 
 
 def _kind_of(

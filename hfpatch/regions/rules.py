@@ -9,33 +9,48 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from hfpatch import packing
-from hfpatch.proof.subject import Formula
 from hfpatch.regions.functional import is_whole_slice
 from hfpatch.regions.heads import fuse_heads
+from hfpatch.regions.joined import join_heads, joined_rows, product_of_parts
 from hfpatch.regions.nodes import (
     Attend,
     Call,
+    Filled,
     Fused,
     Leaf,
     Param,
     Project,
     ProjectGelu,
+    Table,
     fixed,
     is_tensor,
     replace,
     replace_by,
+    same_shape,
     same_size,
     same_sizes,
     value,
     without_dead,
 )
 from hfpatch.regions.scores import unrepeated, written_out
+from hfpatch.regions.sums import (
+    formula_of,
+    is_modulation,
+    modulated_norm,
+    modulation,
+    normed_sum,
+    norms,
+    residual_norm,
+    scaled_norm,
+    scaled_residual,
+    summed_norm,
+)
 
 aten: Any = torch.ops.aten
 
@@ -69,15 +84,41 @@ def idle(node: Node) -> None:
         or (target is aten.to.other and same)
         or (target in (aten.expand.default, aten.view.default, aten.reshape.default)
             and same_sizes(x, node))
+        or (target in (aten.mul.Tensor, aten.div.Tensor) and same and is_one(node.args[1]))
         or (target is aten.slice.Tensor and is_whole_slice(node))
     ):  # fmt: skip
         node.replace_all_uses_with(x)
         node.graph.erase_node(node)
 
 
-def same_shape(a: Node, b: Node) -> bool:
-    """Whether two nodes are tensors of one shape and dtype, for all sizes."""
-    return is_tensor(a) and is_tensor(b) and value(a).dtype == value(b).dtype and same_sizes(a, b)
+def sizes(graph: Graph, _: frozenset[str]) -> Iterator[str]:
+    """Sizes are read off the block's inputs, where one has them: else what a size is read off is
+    computed for it alone."""
+    given = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    known = {
+        size.node.expr: (node, dim)
+        for node in reversed(given)
+        for dim, size in reversed(list(enumerate(value(node).shape)))
+        if fixed(size) is None
+    }
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    for node in list(graph.nodes):
+        size = value(node) if node.op == "call_function" else None
+        if not isinstance(size, torch.SymInt) or size.node.expr not in known or first is None:
+            continue
+        source, dim = known[size.node.expr]
+        if node.target is aten.sym_size.int and node.args == (source, dim):
+            continue
+        with graph.inserting_before(first):
+            read = graph.call_function(aten.sym_size.int, (source, dim))
+        replace_by(node, read)
+        first = read if node is first else first
+    yield from ()
+
+
+def is_one(held: Any) -> bool:
+    """Whether an argument is the number 1."""
+    return type(held) in (int, float) and held == 1
 
 
 def attention(node: Node) -> str | None:
@@ -222,181 +263,6 @@ def gated_clamped(node: Node) -> str | None:
     return None
 
 
-def _norm_of(node: Node) -> tuple[str, dict[str, Any], Node, Callable[[], tuple[Any, Any]]] | None:
-    """Of a norm over the last dimension: the op with a sum in front, its parameters, what it is of,
-    and what makes nodes of its weight and bias."""
-    target, graph = node.target, node.graph
-    if isinstance(target, Leaf) and target.formula.op in OPS_OF_NORMS:
-        path, (weight, bias) = target.path, target.params
-        present = [n for n in (weight, bias) if n is not None]
-
-        def params() -> tuple[Any, Any]:
-            made = {n: graph.call_function(Param(path, n)) for n in present}
-            return made.get(weight), made.get(bias)
-
-        x: Any = node.args[0]
-        return f"add_{target.formula.op}", dict(target.formula.params), x, params
-    if target is aten.layer_norm.default:
-        x, shape, weight, bias, eps = (*node.args, *(None,) * 5)[:5]
-        eps = 1e-5 if eps is None else eps
-        if len(shape) != 1:  # type: ignore[arg-type]
-            return None
-        if not all(
-            w is None or isinstance(getattr(w, "target", None), Param) for w in (weight, bias)
-        ):
-            return None
-
-        def given() -> tuple[Any, Any]:
-            return tuple(  # type: ignore[return-value]
-                None if w is None else graph.call_function(w.target) for w in (weight, bias)
-            )
-
-        return "add_layer_norm", {"eps": eps}, x, given  # type: ignore[return-value]
-    return None
-
-
-def residual_norm(node: Node) -> str | None:
-    """A sum of two tensors of one shape, and the norm of it."""
-    norm = _norm_of(node)
-    if norm is None:
-        return None
-    op, params, total, weights = norm
-    if (
-        not isinstance(total, Node)
-        or total.target is not aten.add.Tensor
-        or total.kwargs
-        or not all(is_tensor(a) and same_shape(a, total) for a in total.args)
-        or value(node).dtype != value(total).dtype
-    ):
-        return None
-    with node.graph.inserting_before(total):
-        weight, bias = weights()
-        both = node.graph.call_function(Fused(op, params), (*total.args, weight, bias))
-        normed = node.graph.call_function(operator.getitem, (both, 0))
-        summed = node.graph.call_function(operator.getitem, (both, 1))
-    normed.meta, summed.meta = dict(node.meta), dict(total.meta)
-    node.replace_all_uses_with(normed)
-    total.replace_all_uses_with(summed)
-    node.graph.erase_node(node)
-    node.graph.erase_node(total)
-    return op
-
-
-def _product_and_term(node: Node) -> Iterator[tuple[Node, Node]]:
-    """The ways to read a node as `product + term`, whose product nobody else reads."""
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return
-    for product, term in (node.args, node.args[::-1]):
-        if not (is_tensor(product) and is_tensor(term)):
-            continue
-        if product.target is aten.mul.Tensor and len(product.users) == 1:  # type: ignore[union-attr]
-            yield product, term  # type: ignore[misc]
-
-
-def _factor_and_scaled(product: Node, like: Node) -> tuple[Node, Node] | None:
-    """`factor` and `y` of `factor * y`: values per column, and a tensor of this shape."""
-    for y, factor in (product.args, product.args[::-1]):
-        if is_tensor(y) and same_shape(y, like) and _is_modulation(factor, like):  # type: ignore[arg-type]
-            return factor, y  # type: ignore[return-value]
-    return None
-
-
-def scaled_residual(node: Node) -> str | None:
-    """`x + gate * y`: gates of AdaLN, LayerScale."""
-    for product, x in _product_and_term(node):
-        pair = _factor_and_scaled(product, node) if same_shape(x, node) else None
-        if pair is None:
-            continue
-        replace(node, Fused("gate_residual", {"cast": "input"}), (x, *pair))
-        return "gate_residual"
-    return None
-
-
-def gated_sum_norm(node: Node) -> str | None:
-    """`x + gate * y` and the modulated norm of that, as blocks of diffusion transformers have them
-    between attention and MLP."""
-    total = node.args[0] if _is_fused(node, "norm_modulate") else None
-    if not _is_fused(total, "gate_residual"):
-        return None
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    others = [order[n] for n in node.all_input_nodes if n is not total]
-    if all(i < order[total] for i in others):
-        place = total
-    elif all(order[user] >= order[node] for user in total.users):
-        place = node
-    else:  # the sum is read before what modulates its norm is there
-        return None
-    op = "gate_residual_norm_modulate"
-    with node.graph.inserting_before(place):
-        both = node.graph.call_function(
-            Fused(op, node.target.formula.params),  # type: ignore[union-attr]
-            (*total.args, *node.args[1:]),
-        )
-        summed = node.graph.call_function(operator.getitem, (both, 0))
-        normed = node.graph.call_function(operator.getitem, (both, 1))
-    replace_by(total, summed)
-    replace_by(node, normed)
-    return op
-
-
-def _is_fused(node: Any, op: str) -> TypeGuard[Node]:
-    return isinstance(node, Node) and isinstance(node.target, Fused) and node.target.op == op
-
-
-def _is_modulation(node: Any, like: Node) -> bool:
-    """Whether a tensor has one value per column, or per sample and column, of a [B, ..., D] one."""
-    m, x = value(node), value(like)
-    if not is_tensor(node) or x.dim() < 2 or not 1 <= m.dim() <= x.dim() or m.dtype != x.dtype:
-        return False
-    if not same_size(m.shape[-1], x.shape[-1]):
-        return False
-    if m.dim() == 1:
-        return True
-    lead = (1,) * (x.dim() - m.dim()) + tuple(m.shape[:-1])
-    return all(fixed(s) == 1 for s in lead[1:]) and (
-        same_size(lead[0], x.shape[0]) or fixed(lead[0]) == 1
-    )
-
-
-def modulated_norm(node: Node) -> str | None:
-    """`norm(x) * (1 + scale) + shift` (AdaLN)."""
-    for product, shift in _product_and_term(node):
-        if not _is_modulation(shift, node):
-            continue
-        found = None
-        for normed, one in (product.args, product.args[::-1]):
-            scale = _less_one(one)
-            if scale is None or not isinstance(normed, Node) or len(normed.users) > 1:
-                continue
-            norm = _norm_of(normed)
-            if norm is not None and _is_modulation(scale, node) and same_shape(normed, node):
-                found = (norm, scale)
-        if found is None:
-            continue
-        (op, params, x, weights), scale = found
-        kind = "rms" if op == "add_rms_norm" else "layer"
-        if kind == "rms" and (params.get("weight_offset") or params.get("cast", "none") != "none"):
-            continue
-        with node.graph.inserting_before(node):
-            weight, bias = weights()
-        given = {"eps": params["eps"], "norm": kind, "cast": "input"}
-        replace(node, Fused("norm_modulate", given), (x, scale, shift, weight, bias))
-        return "norm_modulate"
-    return None
-
-
-def modulation(node: Node) -> str | None:
-    """`x * a + b` of values per column: what modulates something else than a norm."""
-    for product, shift in _product_and_term(node):
-        pair = _factor_and_scaled(product, node) if _is_modulation(shift, node) else None
-        if pair is None:
-            continue
-        factor, x = pair
-        replace(node, Fused("mul_add", {"cast": "input"}), (x, factor, shift))
-        return "mul_add"
-    return None
-
-
 def biased_activation(node: Node) -> str | None:
     """GELU or SiLU of `x + bias`, where no product's epilogue adds the bias."""
     act = activation_of(node)
@@ -407,7 +273,7 @@ def biased_activation(node: Node) -> str | None:
         return None
     pairs = (total.args, total.args[::-1])
     pair = next(((x, b) for x, b in pairs if is_tensor(x) and same_shape(x, total)  # type: ignore[arg-type]
-                 and _is_modulation(b, total) and value(b).dim() == 1), None)  # fmt: skip
+                 and is_modulation(b, total) and value(b).dim() == 1), None)  # fmt: skip
     if pair is None:
         return None
     op, params = _BIASED[act[0]]
@@ -421,16 +287,6 @@ _BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_sigmoid": ("add_gelu", {"approximate": "sigmoid"}),
     "silu": ("add_silu", {}),
 }
-
-
-def _less_one(node: Any) -> Node | None:
-    """`scale` of `1 + scale`."""
-    if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
-        return None
-    for scale, one in (node.args, node.args[::-1]):
-        if isinstance(scale, Node) and is_tensor(scale) and type(one) in (int, float) and one == 1:
-            return scale
-    return None
 
 
 def projections(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
@@ -462,12 +318,22 @@ def _side_by_side(groups: Iterable[list[Node]]) -> Iterator[list[Node]]:
     for group in groups:
         whole: list[Node] = []
         for node in group:
-            if packing.ends_aligned(value(node), value(node).shape[-1]):
+            if len(group) > 1 and _has_gelu_epilogue(node):
+                yield [node]
+            elif packing.ends_aligned(value(node), value(node).shape[-1]):
                 whole.append(node)
             else:
                 yield [node]
         if whole:
             yield whole
+
+
+def _has_gelu_epilogue(node: Node) -> bool:
+    """Whether a product's only reader is the GELU that its epilogue computes. Packed with others
+    it would be written, and read and written once more."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    act = activation_of(reader)
+    return act is not None and act[0] == "gelu_tanh" and value(node).dtype != torch.float32
 
 
 def gelu_epilogue(node: Node) -> str | None:
@@ -488,29 +354,11 @@ def gelu_epilogue(node: Node) -> str | None:
 
 def activations(node: Node) -> str | None:
     """Activations that are left: leaves, whose modules need not be called."""
-    formula = _formula_of(node)
+    formula = formula_of(node)
     if formula is None or formula.op not in ("gelu", "silu"):
         return None
     replace(node, Fused(formula.op, formula.params), node.args)
     return formula.op
-
-
-def norms(node: Node) -> str | None:
-    """Norms that are left."""
-    formula, norm = _formula_of(node), _norm_of(node)
-    if formula is None or norm is None:
-        return None
-    with node.graph.inserting_before(node):
-        weight, bias = norm[3]()
-    replace(node, Fused(formula.op, formula.params), (node.args[0], weight, bias))
-    return formula.op
-
-
-OPS_OF_NORMS = ("rms_norm", "layer_norm")
-
-
-def _formula_of(node: Node) -> Formula | None:
-    return node.target.formula if isinstance(node.target, Leaf) else None
 
 
 Row = Callable[[Graph, frozenset[str]], Iterable[str]]
@@ -528,13 +376,17 @@ def _attentions(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
 
 #: In the order in which they are tried.
 ROWS: Sequence[Row] = (
+    sizes,
     _each(idle),
     _attentions,
     *map(_each, (gated_clamped, gated)),
+    join_heads,
     lambda graph, _: fuse_heads(graph),  # norms of q and k, and RoPE
-    *map(_each, (modulated_norm, scaled_residual, gated_sum_norm, residual_norm, modulation)),
+    *map(_each, (modulated_norm, scaled_norm, scaled_residual, normed_sum)),
+    *map(_each, (summed_norm, residual_norm, modulation)),
     projections,
-    *map(_each, (gelu_epilogue, biased_activation, activations, norms)),
+    *map(_each, (gelu_epilogue, product_of_parts, biased_activation, activations, norms)),
+    _each(joined_rows),
 )
 
 
@@ -557,7 +409,9 @@ _VIEWS = frozenset(
 
 def is_work(node: Node) -> bool:
     """Whether a node does work on a GPU."""
-    if node.op != "call_function" or isinstance(node.target, Param) or node.target in _VIEWS:
+    if node.op != "call_function" or node.target in _VIEWS:
+        return False
+    if isinstance(node.target, (Param, Filled, Table)):
         return False
     if isinstance(node.target, Project):
         return True

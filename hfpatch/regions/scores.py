@@ -188,7 +188,11 @@ def _reshape_behind(attention: Node) -> None:
 
 def unrepeated(node: Any) -> Node | None:
     """What [B, H, S, D] keys are before each head is written several times in a row."""
-    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.transpose.int:  # [B, S, H, D] were repeated
+        return _unrepeated_rows(node)
+    if node.target not in (aten.reshape.default, aten.view.default):
         return None
     source: Any = node.args[0]
     if source.target is aten.clone.default:
@@ -199,9 +203,34 @@ def unrepeated(node: Any) -> Node | None:
     if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
         return None
     base = one.args[0]
-    wide, narrow = value(node).shape, value(base).shape
-    ok = value(base).dim() == 4 and len(wide) == 4
-    many, few = fixed(wide[1]), fixed(narrow[1])
-    if not ok or many is None or not few or many % few:
+    return base if _repeats(base, node, 1) else None
+
+
+def _unrepeated_rows(node: Node) -> Node | None:
+    """The same of `x.unsqueeze(3).repeat(1, 1, 1, n, 1).flatten(2, 3).transpose(1, 2)`."""
+    flat: Any = node.args[0]
+    if sorted(d % 4 for d in node.args[1:3]) != [1, 2] or value(node).dim() != 4:  # type: ignore
         return None
-    return base  # type: ignore[no-any-return]
+    if flat.target is not aten.flatten.using_ints or list(flat.args[1:]) != [2, 3]:
+        return None
+    source = flat.args[0]
+    one: Any = source.args[0] if source.target is aten.repeat.default else None
+    if one is None or one.target is not aten.unsqueeze.default or one.args[1] not in (3, -2):
+        return None
+    base = one.args[0]
+    times = list(source.args[1])
+    if [t for i, t in enumerate(times) if i != 3] != [1] * 4 or not _repeats(base, flat, 2):
+        return None
+    with node.graph.inserting_before(node):
+        seen = node.graph.call_function(aten.transpose.int, (base, 1, 2))
+    seen.meta = {**node.meta, "val": value(base).transpose(1, 2)}
+    return seen
+
+
+def _repeats(base: Node, node: Node, dim: int) -> bool:
+    """Whether a 4-D tensor has a whole number of another one's heads, which stand at `dim`."""
+    wide, narrow = value(node).shape, value(base).shape
+    if value(base).dim() != 4 or len(wide) != 4:
+        return False
+    many, few = fixed(wide[dim]), fixed(narrow[dim])
+    return many is not None and bool(few) and many % few == 0  # type: ignore[operator]

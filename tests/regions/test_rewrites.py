@@ -32,9 +32,18 @@ class _Toy(nn.Module):
         self.eval().requires_grad_(False)
 
 
-def ops_of(code: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+def ops_of(
+    code: Callable[..., Tensor], dtype: torch.dtype = torch.float32, off: float = 1e-7
+) -> list[str]:
     """The ops that a forward of `(self, x [B, T, D], y like x, per sample [B, 1, D])` becomes; what
     they give is what the code gives."""
+    return [n.target.op for n in graph_of(code, dtype, off).nodes if isinstance(n.target, Fused)]
+
+
+def graph_of(
+    code: Callable[..., Tensor], dtype: torch.dtype = torch.float32, off: float = 1e-7
+) -> Any:
+    """The rewritten graph of the same; `off`: of code that computes in fp32 in any case."""
     toy = type("Toy", (_Toy,), {"forward": code})().to(dtype)
     g = torch.Generator().manual_seed(1)
     tensors = [torch.randn(s, generator=g).to(dtype) for s in ((3, 5, D), (3, 5, D), (3, 1, D))]
@@ -43,8 +52,8 @@ def ops_of(code: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> l
     rewrite(found.graph, frozenset())
     wide = [t.double() for t in tensors]
     (out,) = Interpreter(toy, torch.float64).run(found.graph, wide)
-    torch.testing.assert_close(out, toy.double()(*wide))
-    return [n.target.op for n in found.graph.nodes if isinstance(n.target, Fused)]
+    torch.testing.assert_close(out, toy.double()(*wide), rtol=off, atol=off)
+    return found.graph
 
 
 @pytest.mark.parametrize(
@@ -104,11 +113,11 @@ def _between(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
         ),
         (
             lambda s, x, y, m: F.layer_norm(x + y, (D,)) * (1 + m) + s.bias,
-            ["norm_modulate"],  # no gate
+            ["gate_residual_norm_modulate"],  # its gate is 1
         ),
         (
             lambda s, x, y, m: F.layer_norm(x + m * y, (D,)) * m + s.bias,
-            ["gate_residual", "mul_add"],
+            ["gate_residual_norm_modulate", "mul_add"],  # a norm that nothing modulates
         ),
         (
             lambda s, x, y, m: F.layer_norm(y, (D,)) * (1 + m) + (x + m * y)[:, :1],
@@ -127,6 +136,111 @@ def test_a_gated_sum_and_its_modulated_norm(
 
 
 _MODULATED = ("gate_residual", "norm_modulate", "gate_residual_norm_modulate")
+
+
+def _fp32_modulation(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """As Wan has it: norm and modulation in fp32, rounded back."""
+    scale, shift = m.float(), s.bias.float()
+    return (F.layer_norm(x.float(), (D,)) * (1 + scale) + shift).type_as(x)
+
+
+def _fp32_gate(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return (x.float() + y * m.float()).type_as(x)
+
+
+def _fp32_gate_widened(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return (x.float() + y.float() * m.float()).type_as(x)
+
+
+def _fp32_sum_and_norm(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    total = (x.float() + y * m.float()).type_as(x)
+    normed = F.layer_norm(total.float(), (D,), s.weight.float(), s.bias.float())
+    return torch.cat((total, normed.type_as(x)), 1)
+
+
+def _fp32_kept(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """What is rounded is read in fp32 too."""
+    total = x.float() + y.float() * m.float()
+    return total.type_as(x) + total.sin().type_as(x)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (_fp32_modulation, ["norm_modulate"]),
+        (_fp32_gate, ["gate_residual"]),
+        (_fp32_gate_widened, ["gate_residual"]),
+        (_fp32_kept, ["gate_residual"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_fp32_of_half_tensors(
+    code: Callable[..., Tensor], expected: list[str], dtype: torch.dtype
+) -> None:
+    assert ops_of(code, dtype, 1e-5) == expected
+
+
+def test_the_norm_of_a_sum_in_fp32() -> None:
+    """In fp32 its weights are parameters; in bf16 they are made of such, which no op is given."""
+    assert ops_of(_fp32_sum_and_norm, off=1e-5) == ["gate_residual_norm_modulate"]
+    assert "gate_residual" in ops_of(_fp32_sum_and_norm, torch.bfloat16, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (lambda s, x, y, m: F.layer_norm(x, (D,)) * (1 + m), ["norm_modulate"]),
+        (lambda s, x, y, m: (m + 1) * F.layer_norm(x, (D,), s.weight), ["norm_modulate"]),
+        (lambda s, x, y, m: F.layer_norm(x, (D,)) * (2 + m), []),
+        (lambda s, x, y, m: x + F.layer_norm(y, (D,), s.weight, s.bias), ["norm_modulate"]),
+        (lambda s, x, y, m: F.layer_norm(y, (D,)) + x, ["norm_modulate"]),
+        # a gate for each sample is none of the norm's weight
+        (lambda s, x, y, m: x + m * F.layer_norm(y, (D,)), ["gate_residual"]),
+        (
+            lambda s, x, y, m: x + s.bias * F.layer_norm(y, (D,), s.weight),
+            ["norm_modulate"],
+        ),
+        (lambda s, x, y, m: (n := F.layer_norm(y, (D,))) + x + n, []),  # it is read twice
+        (lambda s, x, y, m: x / 1.0 + m * (y * 1), ["gate_residual"]),
+        (lambda s, x, y, m: x / 2.0 + m * (y * 1), ["gate_residual"]),
+        # one norm that is modulated twice
+        (
+            lambda s, x, y, m: (
+                ((n := F.layer_norm(x, (D,))) * (1 + m) + s.bias).sin() + (n * (1 + s.bias) + m)
+            ),
+            ["norm_modulate", "norm_modulate"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_that_are_modulated_or_added(
+    code: Callable[..., Tensor], expected: list[str], dtype: torch.dtype
+) -> None:
+    assert ops_of(code, dtype) == expected
+
+
+def test_a_modulation_is_given_as_the_code_has_it_for_each_sample() -> None:
+    """[B, D] that gets a dimension for the sum is handed over without, which saves a view."""
+
+    def code(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        scale, shift = m.squeeze(1).sin(), m.squeeze(1).cos()
+        return F.layer_norm(x, (D,)) * (1 + scale[:, None]) + shift[:, None]
+
+    found = graph_of(code)
+    (fused,) = [n for n in found.nodes if isinstance(n.target, Fused)]
+    assert [a.meta["val"].dim() for a in fused.args[1:3]] == [2, 2]
+
+
+def test_a_size_is_read_off_an_input() -> None:
+    """Not off what would be computed for it alone."""
+
+    def code(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        both = torch.cat((x.sin(), y), 1)
+        return x.cos()[:, : both.shape[1] - x.shape[1]]
+
+    found = graph_of(code)
+    assert not any(n.target is torch.ops.aten.cat.default for n in found.nodes)
+    assert not any(n.target is torch.ops.aten.sin.default for n in found.nodes)
 
 
 @pytest.mark.parametrize(
