@@ -30,33 +30,13 @@ from hfpatch.bench.timing import queued_milliseconds, step_milliseconds
 from hfpatch.planning import families
 from hfpatch.regions import offer
 
-#: Of convolutions and what holds blocks: no capture takes their place.
-_KEPT = frozenset(
-    {"ResnetBlock2D", "LTXVideoResnetBlock3d", "LTXVideoCausalConv3d", "LTXVideoUpsampler3d"}
-)
-
-
-@contextlib.contextmanager
-def without_files() -> Iterator[None]:
-    """No transformer block has a file of its own meanwhile."""
-    before = dict(families.BLOCKS)
-    for name in before.keys() - _KEPT:
-        del families.BLOCKS[name]
-    families.all_families.cache_clear()
-    try:
-        yield
-    finally:
-        families.BLOCKS.clear()
-        families.BLOCKS.update(before)
-        families.all_families.cache_clear()
-
 
 @contextlib.contextmanager
 def way(model: torch.nn.Module, name: str) -> Iterator[None]:
     if name == "eager":
         yield
         return
-    with without_files() if name == "captured" else contextlib.nullcontext():
+    with families.without_files() if name == "captured" else contextlib.nullcontext():
         hfpatch.apply(model)
     try:
         yield

@@ -6,7 +6,9 @@ most models have one or none of them, and all together are half of what an `appl
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from importlib import import_module
 
 from hfpatch.leaves.activations import Activations
@@ -48,6 +50,14 @@ BLOCKS = {
     "Transformer2DModel": ("transformer_2d", "Transformer2DSubject"),
 }
 
+#: Those of convolutions, and of what holds blocks: no capture takes their place.
+NEVER_CAPTURED = frozenset(
+    {
+        *("ResnetBlock2D", "LTXVideoResnetBlock3d", "LTXVideoCausalConv3d", "LTXVideoUpsampler3d"),
+        "Transformer2DModel",
+    }
+)
+
 #: All others, which look at classes of many names.
 _LEAVES: tuple[Family, ...] = (
     RopeTables(),
@@ -79,3 +89,23 @@ def named(name: str) -> tuple[Family, ...]:
 def all_families() -> tuple[Family, ...]:
     """Every family; imports all of them."""
     return tuple(sorted((*map(of_block, BLOCKS), *_LEAVES), key=lambda f: f.rank))
+
+
+@contextlib.contextmanager
+def without_files(names: frozenset[str] | None = None) -> Iterator[None]:
+    """No block of these classes has a file of its own meanwhile, in no thread: they are captured as
+    those of any other model. For benchmarks and tests.
+
+    Args:
+        names: of classes of `BLOCKS`; by default all transformer blocks.
+    """
+    before = dict(BLOCKS)
+    for name in before.keys() - NEVER_CAPTURED if names is None else names:
+        del BLOCKS[name]
+    all_families.cache_clear()
+    try:
+        yield
+    finally:
+        BLOCKS.clear()
+        BLOCKS.update(before)
+        all_families.cache_clear()

@@ -51,6 +51,7 @@ from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import in_known_forms, without_writes
 from hfpatch.regions.interrupts import held_back
 from hfpatch.regions.listening import is_idle
+from hfpatch.regions.modes import without_modes
 from hfpatch.regions.nodes import (
     CacheUpdate,
     Call,
@@ -482,13 +483,12 @@ class _Attempt:
                 graph.erase_node(node)
         without_writes(graph)
         without_dead(graph)
+        without_modes(graph)
         in_known_forms(graph)
         for node in list(graph.nodes):
             _check_number(node)
             if isinstance(node.target, torch._ops.OpOverload):
                 _check_operator(node)
-            elif node.target is torch._C._set_grad_enabled and node.args == (False,):
-                graph.erase_node(node)  # fused calls record nothing
             elif node.op == "call_function":
                 _check_function(node)
         without_dead(graph)

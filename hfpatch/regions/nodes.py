@@ -66,7 +66,7 @@ class Table(Target):
     """`t[..., start::step]` of a table of RoPE, made once for all blocks of a step.
 
     `part`: of complex numbers, "real" or "imag"; else "". `doubled`: all that is left out stands
-    there too, which is to be looked at.
+    there too, which the caller asks of each table.
     """
 
     __name__ = "table"

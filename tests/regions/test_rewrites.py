@@ -15,7 +15,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeModel
 import hfpatch
 from hfpatch.regions.capture import capture
 from hfpatch.regions.interpret import Interpreter
-from hfpatch.regions.nodes import Fused
+from hfpatch.regions.nodes import Attend, Fused, value
 from hfpatch.regions.rules import rewrite
 from hfpatch.regions.structure import take_apart
 
@@ -317,3 +317,28 @@ def test_a_layer_of_one_number_is_not_put_beside_wide_ones(kernels_module: objec
     (layer,) = hfpatch.status(model).plan.candidates
     products = [found for found in layer.found if found.endswith("products as one")]
     assert products == ["3 products as one", "2 products as one"]  # q, k, v; gate, up
+
+
+@pytest.mark.parametrize(("times", "few"), [((1, 1, 1, 2, 1), 2), ((1, 1, 1, 1, 1), 4)])
+def test_heads_that_are_repeated_before_they_are_exchanged_with_tokens(
+    times: tuple[int, ...], few: int
+) -> None:
+    """Lumina 2's grouped keys: `repeat` of [B, S, H, 1, D]. Attention takes them as they are."""
+
+    def code(self: _Toy, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        q = (x * self.weight).unflatten(-1, (4, 4))
+        kv = (x * self.bias)[..., : 4 * few].unflatten(-1, (few, 4))
+        k, v = (t.unsqueeze(3).repeat(*times).flatten(2, 3) for t in (kv, kv + 1))
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*heads)
+
+    toy = type("Toy", (_Toy,), {"forward": code})()
+    tensors = [torch.randn(3, 5, D), torch.randn(3, 5, D), torch.randn(3, 1, D)]
+    structure, taken, _ = take_apart(tensors, {})
+    found = capture(toy, structure, taken, {}, ())
+    rewrite(found.graph, frozenset())
+    (attend,) = (n for n in found.graph.nodes if isinstance(n.target, Attend))
+    assert [value(n).shape[1] for n in attend.args[:3]] == [4, few, few]
+    assert not any(n.target is torch.ops.aten.repeat.default for n in found.graph.nodes)
+    (out,) = Interpreter(toy, torch.float64).run(found.graph, [t.double() for t in tensors])
+    torch.testing.assert_close(out, toy.double()(*(t.double() for t in tensors)))
