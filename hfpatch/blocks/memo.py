@@ -148,7 +148,7 @@ def stream_of(t: Tensor) -> int | None:
 
 
 class StepMemo(Generic[T]):
-    """The last value of `make`, for as long as it is called with the very same tensors.
+    """The last value of `make`, for as long as it is called with the very same tensors, which live.
 
     The same means: the same objects, not written to since, on the same stream; nor was the value,
     if it is a tensor, by a layer that writes to its input. Nothing is kept of inference tensors,
@@ -176,17 +176,30 @@ class StepMemo(Generic[T]):
         if stream is None or None in versions:
             return self._make(*tensors)
         made = self._make(*tensors)
-        # one tuple, replaced in one assignment: other threads see the old or the new
-        refs = tuple(weakref.ref(t) for t in tensors)
+        gone = weakref.WeakMethod(self._gone)
+        refs = tuple(weakref.ref(t, lambda ref: _tell(gone, ref)) for t in tensors)
         own = version(made) if isinstance(made, Tensor) else None
+        # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (refs, versions, stream, made, own)
         if _now.operator is not None:
             _now.operator.at_end(self.forget)
         return made
 
+    def _gone(self, ref: weakref.ref[Tensor]) -> None:
+        """A tensor is gone: what was made of it, as large perhaps, is of no use any more."""
+        held = self._held
+        if held is not None and any(ref is own for own in held[0]):
+            self._held = None
+
     def forget(self) -> None:
         """Drop what is held."""
         self._held = None
+
+
+def _tell(gone: weakref.WeakMethod[Any], ref: Any) -> None:
+    """Call a method if its object is there."""
+    if (method := gone()) is not None:
+        method(ref)
 
 
 #: Of tensors, by who they are: an attribute would go with a copy, whose writes are counted anew,
