@@ -12,8 +12,6 @@ What is passed is looked at in each call; whatever was not proven goes to the fo
 
 from __future__ import annotations
 
-import builtins
-import dis
 import functools
 import math
 import types
@@ -39,6 +37,7 @@ from hfpatch.losses.taken import (
     stand_in_of,
 )
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.other_globals import takes_others, with_globals
 from hfpatch.planning.plan import FUSED_HEAD, Skip, Swap
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.keys import names_of
@@ -51,8 +50,6 @@ _NAMES = (
     "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
     "logit_scale", "outputs",
 )  # fmt: skip
-#: By which code sees its globals as a whole.
-_ODD = frozenset({"globals", "locals", "vars", "eval", "exec"})
 #: What ours makes, in the order in which it is returned; the third is log_sum_sq_probs.
 _OUTPUTS = frozenset({"log_probs", "entropy", "mean_logits", "is_top1"})
 _RESULTS = 5
@@ -125,7 +122,7 @@ def _candidates(owner: nn.Module) -> Iterator[tuple[types.FunctionType, str]]:
     for place in forwards_of(owner).places:
         mark = stand_in_of(place.held)
         function = place.function if mark is None else mark.forward
-        if not _ODD.isdisjoint(names_of(function.__code__)) or _writes_globals(function.__code__):
+        if not takes_others(function.__code__):
             continue
         named = [n for n in function.__code__.co_names if _is_alike(function.__globals__.get(n))]
         if len(named) == 1:
@@ -140,10 +137,6 @@ def _is_alike(value: Any) -> bool:
         return False
     code = value.forward.__code__
     return code.co_varnames[1 : code.co_argcount] == _NAMES
-
-
-def _writes_globals(code: types.CodeType) -> bool:
-    return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in dis.get_instructions(code))
 
 
 def _unfit(head: nn.Module) -> tuple[str, str] | None:
@@ -379,31 +372,10 @@ def _proven_arguments(args: tuple[Any, ...], proven: frozenset[torch.dtype]) -> 
     return hidden, weight, bias, targets, temperature, chunk, softcap, scale, outputs
 
 
-class _Globals(dict[str, Any]):
-    """A forward's globals, read anew each time, except one name. Code whose globals are no plain
-    dict asks by `__getitem__`."""
-
-    def __init__(self, live: dict[str, Any], name: str, value: Any) -> None:
-        # those that Python reads past `__getitem__`
-        kept: dict[str, Any] = {"__builtins__": builtins}
-        for key in ("__builtins__", "__name__", "__package__"):
-            if key in live:
-                kept[key] = live[key]
-        super().__init__({**kept, name: value})
-        self._live = live
-
-    def __missing__(self, name: str) -> Any:
-        return self._live[name]
-
-
 def _stand_in(fused: Fused) -> Callable[..., Any]:
     own, name = fused.forward, fused.name
     served = _Served(own.__globals__[name], lambda: own.__globals__[name], fused.proven)
-    other = types.FunctionType(
-        own.__code__, _Globals(own.__globals__, name, served), own.__name__, own.__defaults__,
-        own.__closure__,
-    )  # fmt: skip
-    other.__kwdefaults__ = own.__kwdefaults__
+    other = with_globals(own, {name: served})
     code = own.__code__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

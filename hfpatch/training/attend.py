@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.training import packed
+from hfpatch.training.deferred_mask import DeferredMask, made
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,20 @@ def attended(
         if mask is None:
             out = _by_cudnn(q, k, v, scale) if q.is_cuda else None
         else:
-            positions, window = arguments.get("position_ids"), arguments.get("sliding_window")
-            found = packed.sequences_of(mask, positions, window, batch)
+            found = _sequences(mask, arguments, batch, length)
             out = None if found is None else packed.attended(q, k, v, found, scale)
     if out is None:
-        out = function(module, q, k, v, mask, **arguments)[0]
+        out = function(module, q, k, v, made(mask), **arguments)[0]
     return out.reshape(batch, length, -1).contiguous()
+
+
+def _sequences(
+    mask: Any, arguments: dict[str, Any], rows: int, length: int
+) -> packed.Sequences | None:
+    if type(mask) is DeferredMask:
+        return mask.sequences if mask.shape == (rows, 1, length, length) else None
+    positions, window = arguments.get("position_ids"), arguments.get("sliding_window")
+    return packed.sequences_of(mask, positions, window, rows)
 
 
 @functools.cache

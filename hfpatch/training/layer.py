@@ -38,6 +38,7 @@ from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
 from hfpatch.regions.guard import guard, hides
 from hfpatch.training import attend, lora, stages
+from hfpatch.training.deferred_mask import with_made
 from hfpatch.training.remade import kept_as_recipe
 
 _CHECKPOINTED = "forward_with_checkpointing"
@@ -686,11 +687,11 @@ def adapter(
             found = run(self, args[0], kwargs)
             if found is not None:
                 return found
-        return _uncheckpointed(type(self).forward)(self, *args, **kwargs)
+        return _uncheckpointed(type(self).forward)(self, *args, **with_made(kwargs))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training or torch.is_grad_enabled()) or is_compiling():
-            return type(self).forward(self, *args, **kwargs)
+            return type(self).forward(self, *args, **with_made(kwargs))
         own = type(self).forward
         if not (
             _checkpoints(own)

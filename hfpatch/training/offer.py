@@ -35,6 +35,8 @@ from hfpatch.proof.subject import class_of
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
 from hfpatch.training.layer import Case, LayerPlan, Served, adapter, mlp_parts, unchanged
+from hfpatch.training.masked_body import MASK, body_of
+from hfpatch.training.masked_body import adapter as body_adapter
 
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
@@ -60,7 +62,9 @@ def offer(
                     f"`{name}` gives no logits of tokens, and only those of models that generate "
                     "text are fused"
                 )
-            prepared += _layers(path, model, settings)
+            layers = list(_layers(path, model, settings))
+            prepared += layers
+            prepared += _bodies(path, model, layers, settings)
         except Unexplained as e:
             if settings.include is None or matches(settings.include, path, name):
                 skips.append(Skip(path, name, "unexplained", _SKIPPED + str(e)))
@@ -179,6 +183,37 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             return adapter(plan, served, same, own, told)
 
         yield Prepared(module, make, entry)
+
+
+def _bodies(
+    path: str, model: Any, layers: Sequence[Prepared], settings: Settings
+) -> Iterator[Prepared]:
+    """The modules that make the masks of layers that are swapped, where these can be made later."""
+    ours = {id(p.module): p.swap.devices for p in layers}
+    above: dict[str, tuple[list[str], tuple[str, ...]]] = {}
+    for inner, module in model.named_modules():
+        if id(module) in ours:
+            container = inner.rpartition(".")[0]
+            where = container.rpartition(".")[0]
+            lists, _ = above.setdefault(where, ([], ours[id(module)]))
+            if container not in lists:
+                lists.append(container)
+    for inner, (lists, devices) in above.items():
+        module = model.get_submodule(inner)
+        where, class_name = f"{path}.{inner}".strip("."), class_of(module).__name__
+        if settings.include is not None and not matches(settings.include, where, class_name):
+            continue
+        if matches(settings.exclude, where, class_name):
+            settings.left_out.add(where)
+            continue
+        if swap.foreign_forward(module) is not None or (body := body_of(module)) is None:
+            continue
+        entry = Swap(
+            where, class_name, MASK, "masks of several sequences in a row, made when they are read",
+            "hfpatch", "", devices, 0.0, 0.0, settings.mode,
+        )  # fmt: skip
+        containers = [name[len(inner) :].strip(".") for name in lists]
+        yield Prepared(module, functools.partial(body_adapter, body, containers), entry)
 
 
 def _watch_for_takers(model: nn.Module) -> Callable[[nn.Module], None]:

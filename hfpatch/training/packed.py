@@ -66,8 +66,7 @@ def sequences_of(mask: Any, positions: Any, window: Any, rows: int) -> Sequences
 
 @torch.no_grad()
 def _sequences(mask: Tensor, positions: Tensor, window: int | None) -> Sequences | None:
-    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
-    begins = torch.cat((first, positions[:, 1:] != positions[:, :-1] + 1), 1)
+    begins = beginnings(positions)
     number = begins.cumsum(1)
     rows, length = positions.shape
     same = torch.ones((), dtype=torch.bool, device=mask.device)
@@ -78,9 +77,20 @@ def _sequences(mask: Tensor, positions: Tensor, window: int | None) -> Sequences
         if window is not None:
             seen.triu_(start + 1 - window)
         same &= (seen == mask[:, 0, part]).all()
+    return sequences_from(begins, window) if same.item() else None
+
+
+@torch.no_grad()
+def beginnings(positions: Tensor) -> Tensor:
+    """bool [B, S]: at which tokens a sequence begins; of positions int64 [B, S]."""
+    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
+    return torch.cat((first, positions[:, 1:] != positions[:, :-1] + 1), 1)
+
+
+@torch.no_grad()
+def sequences_from(begins: Tensor, window: int | None) -> Sequences:
+    """The sequences that begin there. This waits for the GPU."""
     starts = begins.flatten().nonzero().flatten()
-    if not same.item():
-        return None
     ends = torch.cat((starts, starts.new_tensor([begins.numel()]))).to(torch.int32)
     return Sequences(ends, ends.diff().tolist(), window)
 

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_deferred_masks import Count, count
 from test_layers import build, layers_of, lora
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hfpatch
+
+__all__ = ["count"]
 
 STEPS = 6
 Rows = list[dict[str, Any]]
@@ -263,7 +266,7 @@ def text(ids: list[int]) -> str:
 )
 @pytest.mark.parametrize("behind", [False, True])
 def test_trl_sft(
-    options: dict[str, Any], behind: bool, words: Any, trl: Any, tmp_path: Path
+    options: dict[str, Any], behind: bool, words: Any, trl: Any, tmp_path: Path, count: Count
 ) -> None:
     data = data_of(text=[text(t) for t in tokens(64, 1)])
     found = []
@@ -280,6 +283,8 @@ def test_trl_sft(
         found.append(trained(trainer))
     half = bool(options.get("bf16"))
     assert_trained_alike(found[1], found[0], 3e-2 if half else 2e-4, 0.1 if half else 1e-3)
+    in_a_row = "packing" in options or "padding_free" in options
+    assert (count.given, count.made) == (STEPS * in_a_row, 0)
 
 
 @pytest.mark.parametrize("with_adapters", [False, True])
