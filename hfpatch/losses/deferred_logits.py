@@ -5,19 +5,25 @@ does to its logits before the loss is written down (casts, shapes, some of the r
 bias, a scale, a softcap): here is what is known of that. `torch.nn.functional.cross_entropy` of
 them runs `head_loss.linear_cross_entropy`; so every loss function that ends there is served,
 transformers' own and the user's. Of `log_softmax` the value at a class of each row, and the sum
-over the classes, are made without it (`deferred_losses`).
+over the classes, are made without it; of the logits themselves that value, their `logsumexp` and,
+without gradients, their mean (`deferred_losses`, `deferred_values`).
 """
 
 from __future__ import annotations
 
+import dis
+import functools
+import itertools
 import math
+import sys
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfpatch.losses.deferred_losses import cross_entropy, gather, nll_loss, sum_of_classes
+from hfpatch.losses.deferred_losses import cross_entropy, nll_loss
 from hfpatch.losses.deferred_tensor import (
     COMMUTES,
     RECORDED,
@@ -28,6 +34,13 @@ from hfpatch.losses.deferred_tensor import (
     meta_of,
     shape_of,
     then,
+)
+from hfpatch.losses.deferred_values import (
+    gather,
+    logsumexp,
+    mean,
+    sum_of_classes,
+    take_along_dim,
 )
 from hfpatch.ops import KERNEL_DTYPES
 
@@ -223,6 +236,41 @@ def _negative(logits: DeferredLogits) -> DeferredLogits | None:
     return then(logits, "neg", None) if is_log else None
 
 
+def _detached(logits: DeferredLogits) -> DeferredLogits | None:
+    """Where the code that calls takes their mean, as logs do: others may keep them, and read them
+    when the head's weight has changed."""
+    caller = sys._getframe(2)
+    if _called_next(caller.f_code).get(caller.f_lasti) != "mean":
+        return None
+    with torch.no_grad():
+        return then(logits, "detach", None, meta_of(logits))
+
+
+@functools.lru_cache(maxsize=64)
+def _called_next(code: types.CodeType) -> dict[int, str]:
+    """By the offset of an instruction the attribute that the next one loads of its result."""
+    steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    return {
+        a.offset: str(b.argval)
+        for a, b in itertools.pairwise(steps)
+        if b.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    }
+
+
+def _each(logits: DeferredLogits, dim: Any = 0) -> tuple[DeferredLogits, ...] | None:
+    """What iteration gives: a batch's sequences."""
+    shape = shape_of(logits)
+    if dim != 0 or type(dim) is not int or len(shape) < 3:
+        return None
+    found = []
+    for number in range(shape[0]):
+        rows = (number, *(slice(None),) * (len(shape) - 1))
+        one = then(logits, "rows", rows, meta_of(logits)[number])
+        one._of = logits, number
+        found.append(one)
+    return tuple(found)
+
+
 RECORDED.update(
     {
         Tensor.float: lambda logits: cast(logits, torch.float32),
@@ -261,6 +309,16 @@ RECORDED.update(
         torch.neg: _negative,
         Tensor.gather: gather,
         torch.gather: gather,
+        Tensor.take_along_dim: take_along_dim,
+        torch.take_along_dim: take_along_dim,
+        Tensor.logsumexp: logsumexp,
+        torch.logsumexp: logsumexp,
+        Tensor.mean: mean,
+        torch.mean: mean,
+        Tensor.detach: _detached,
+        torch.detach: _detached,
+        Tensor.unbind: _each,
+        torch.unbind: _each,
         Tensor.sum: sum_of_classes,
         torch.sum: sum_of_classes,
     }

@@ -1,4 +1,4 @@
-"""Losses of deferred logits in pieces: cross entropy, and numbers of log-probabilities.
+"""Losses of deferred logits in pieces: cross entropy, and what it takes of logits.
 
 Each function has the arguments of PyTorch's of that name, and returns None where such a loss needs
 the logits whole: the tensor makes them then.
@@ -25,7 +25,6 @@ from hfpatch.losses.deferred_tensor import (
 from hfpatch.losses.head_log_probs import LogProbsOfHead, at_and_sum
 from hfpatch.losses.head_loss import Options, check_head, loss_of_head
 from hfpatch.losses.logits_hooks import Formula, LogitsHooks
-from hfpatch.proof.saved import saving_is_watched
 from hfpatch.proof.subject import autocasts
 
 #: Reductions as PyTorch's C++ functions number them.
@@ -87,7 +86,7 @@ def cross_entropy(
         or not 0.0 <= label_smoothing <= 1.0
     ):
         return None
-    pieces = _Pieces.of(logits)
+    pieces = Pieces.of(logits)
     if pieces is None:
         return None
 
@@ -116,7 +115,7 @@ def nll_loss(
         or weight is not None
         or size_average is not None
         or reduce is not None
-        or (pieces := _Pieces.of(logits, of_log_probs=True)) is None
+        or (pieces := Pieces.of(logits, of_log_probs=True)) is None
         or pieces.sign < 0
     ):
         return None
@@ -145,11 +144,11 @@ def _reads_targets(logits: DeferredLogits, target: Any, reduction: str) -> bool:
 
 
 #: Steps that choose and order rows.
-_OF_ROWS = frozenset({"shape", "copy", "rows", "picked", "swap"})
+_OF_ROWS = frozenset({"shape", "copy", "rows", "picked", "swap", "detach"})
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class Pieces:
     """What losses in pieces take of logits, or of their log-probabilities, times `sign`."""
 
     logits: DeferredLogits
@@ -160,7 +159,7 @@ class _Pieces:
     sign: int
 
     @staticmethod
-    def of(logits: DeferredLogits, of_log_probs: bool = False) -> _Pieces | None:
+    def of(logits: DeferredLogits, of_log_probs: bool = False) -> Pieces | None:
         """None if the loss needs them whole."""
         steps, head = logits.steps(), logits._head
         if steps is None:
@@ -193,7 +192,7 @@ class _Pieces:
             _, _, scaling, dtype = head.adapter
             options = options._replace(adapter_dtype=dtype, scaling=scaling)
         sign = -1 if names.count("neg") % 2 else 1
-        return _Pieces(logits, steps, hidden, (weight, bias, a, b), options, sign)
+        return Pieces(logits, steps, hidden, (weight, bias, a, b), options, sign)
 
     @property
     def records(self) -> bool:
@@ -226,6 +225,11 @@ class _Pieces:
         made_by = [_step(name, value, trained) for name, value in self.steps]
         return LogitsHooks(Formula(product, made_by, loss_of, trained))
 
+    def consumed(self, hooks: LogitsHooks) -> None:
+        """A loss was made of them; one without gradients takes nothing."""
+        if self.records:
+            self.logits.consumed(hooks)
+
     def loss(
         self,
         target: Tensor,
@@ -246,7 +250,7 @@ class _Pieces:
                 adapter=(a, b), hooks=hooks, sources=self.sources,
             )  # fmt: skip
             loss = loss.to(dtype_of(self.logits))  # of half types it is rounded to them
-        self.logits.consumed(hooks)
+        self.consumed(hooks)
         return loss
 
     def at_and_sum(self, target: Tensor) -> Tensor:
@@ -266,53 +270,8 @@ class _Pieces:
             found: Tensor = apply(
                 flat, weight, bias, a, b, target, self.options, hooks, *self.sources
             )
-        self.logits.consumed(hooks)
+        self.consumed(hooks)
         return found
-
-
-def gather(logits: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
-    """Of log-probabilities those of one class in each row."""
-    shape = shape_of(logits)
-    if (
-        type(dim) is not int
-        or dim not in (-1, len(shape) - 1)
-        or sparse_grad
-        or type(index) is not Tensor
-        or index.dtype != torch.int64
-        or tuple(index.shape) != (*shape[:-1], 1)
-        or index.device != logits._head.hidden.device
-        or (pieces := _Pieces.of(logits, of_log_probs=True)) is None
-    ):
-        return None
-    target = index.reshape(-1)
-    # PyTorch's own error is the original's. A GPU is not waited for: there it is one of the device
-    if target.device.type == "cpu" and ((target < 0) | (target >= shape[-1])).any():
-        return None
-    found = pieces.at_and_sum(target)
-    logits._rows = None if saving_is_watched() else (pieces.records, found)
-    return (pieces.sign * found[0].reshape(index.shape)).to(dtype_of(logits))
-
-
-def sum_of_classes(
-    logits: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor | None:
-    """Of log-probabilities those of all classes."""
-    shape = shape_of(logits)
-    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
-    if len(dims) != 1 or type(dims[0]) is not int or dims[0] not in (-1, len(shape) - 1):
-        return None
-    pieces = _Pieces.of(logits, of_log_probs=True)
-    if pieces is None:
-        return None
-    # what is made with the value of one class serves for the sum too: see `gather`
-    records, found = logits._rows or (None, None)
-    if found is None or records != pieces.records or saving_is_watched():
-        rows = pieces.hidden.shape[:-1].numel()
-        none = torch.zeros(rows, dtype=torch.int64, device=pieces.hidden.device)
-        found = pieces.at_and_sum(none)
-    like = torch.empty(1, 1, dtype=dtype_of(logits), device=found.device)
-    result = pieces.sign * found[1].reshape(*shape[:-1], *(1,) * bool(keepdim))
-    return result.to(like.sum(-1, dtype=dtype).dtype)
 
 
 def _step(name: str, value: Any, trained: Tensor | None) -> Callable[[Tensor, Any], Tensor]:

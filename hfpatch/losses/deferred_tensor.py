@@ -107,7 +107,7 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 #: Steps whose result lies where the logits lie: who writes to either writes to both. A "shape" or
 #: "rows" step with other elements side by side is one; a "copy" has the same elements elsewhere.
-_VIEWS = frozenset({"shape", "rows", "swap", "classes"})
+_VIEWS = frozenset({"shape", "rows", "swap", "classes", "detach"})
 STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda y, dtype: y.to(dtype),
     "copy": lambda y, shape: y.reshape(shape).clone(memory_format=torch.contiguous_format),
@@ -122,6 +122,7 @@ STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "add": lambda y, bias: y + bias,
     "log_softmax": lambda y, _: torch.log_softmax(y, -1),
     "neg": lambda y, _: -y,
+    "detach": lambda y, _: y.detach(),
 }
 
 
@@ -147,6 +148,8 @@ class DeferredLogits(Tensor):
     _strides: tuple[int, ...]  # of the logits, were they made
     _rows: tuple[bool, Tensor] | None  # of log-probabilities: whether with gradients, `at_and_sum`
     _losses: list[LogitsHooks]  # of the losses that were made of them without their values
+    _values: Any  # what `deferred_values` has made of all rows for some numbers of each
+    _of: tuple[DeferredLogits, int] | None  # what was iterated over, and which of it these are
 
     @staticmethod
     def of(
@@ -221,6 +224,13 @@ class DeferredLogits(Tensor):
             logits._losses.append(hooks)
             logits = logits._before
 
+    def _is_taken_in_turn(self) -> bool:
+        """Whether these are one of those that all a loss was made of together."""
+        logits: DeferredLogits | None = self
+        while logits is not None and logits._of is None:
+            logits = logits._before
+        return logits is not None and logits._of is not None and bool(logits._of[0]._losses)
+
     def _are_used(self) -> None:
         for hooks in self._losses:
             hooks.is_alone = False
@@ -238,8 +248,11 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if type(func) is types.FunctionType and not func.__code__.co_filename.startswith(_HOME):
             func = _caller(sys._getframe(1)) or func
-        asks = func in _ASKING and any(t._losses for t in _deferred_in((args, kwargs)))
-        if asks and func is Tensor.register_hook and records_gradients(args[0]):
+        asks = func in _ASKING and any(
+            t._losses or t._is_taken_in_turn() for t in _deferred_in((args, kwargs))
+        )
+        hooked = asks and func is Tensor.register_hook and records_gradients(args[0])
+        if hooked and not args[0]._is_taken_in_turn():
             hook = args[1] if len(args) > 1 else kwargs.get("hook")
             # one for several tensors counts those of their nodes that a backward comes to
             if getattr(hook, "__module__", "") != "torch.autograd.graph":
@@ -253,7 +266,7 @@ class DeferredLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _BASE and (args[0]._step is None or args[0]._step[0] not in _VIEWS):
+        if func == _BASE and (args[0]._step is None or args[0]._step[0] not in _VIEWS - {"detach"}):
             return None  # FSDP2 asks each result of a model whether it is a view
         step = RECORDED.get(func)
         of = args[::-1] if func in COMMUTES and len(args) == 2 else args
@@ -347,7 +360,7 @@ def _deferred(
         )
     made._head, made._before, made._step, made._made = head, before, step, None
     made._steps, made._bare, made._strides, made._rows = steps, None, strides, None
-    made._after, made._losses = [], []
+    made._after, made._losses, made._values, made._of = [], [], None, None
     if before is not None and step is not None and step[0] not in _VIEWS:
         # a view of logits is written to with them, but what is made of that is not
         logits: DeferredLogits | None = before

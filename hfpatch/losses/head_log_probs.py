@@ -56,7 +56,7 @@ class LogProbsOfHead(torch.autograd.Function):
         for start in range(0, len(hidden), count):
             part = slice(start, start + count)
             x = hidden[part]
-            y = _capped(own.logits(x, own.low(x)), options.softcap)
+            y = capped(own.logits(x, own.low(x)), options.softcap)
             lse = torch.logsumexp(y, -1)
             found[0, part] = y.gather(1, target[part, None])[:, 0] - lse
             found[1, part] = y.sub_(lse[:, None]).sum(-1)
@@ -88,7 +88,7 @@ class LogProbsOfHead(torch.autograd.Function):
             grads = Gradients(hidden, weight, bias, a, b, wanted, options.dtype, options)
             for part in grads.parts(torch.float32.itemsize):
                 z = grads.logits(part, scale)
-                y = _capped(z, softcap)
+                y = capped(z, softcap)
                 d = (y - lse[:, None]).exp_().mul_(of_p).add_(of_sum[:, None])
                 inside = (target >= part.start) & (target < part.stop)
                 column = torch.where(inside, target - part.start, 0)[:, None]
@@ -101,7 +101,7 @@ class LogProbsOfHead(torch.autograd.Function):
         return *grads.results(), *others(ctx)
 
 
-def _capped(logits: Tensor, softcap: float) -> Tensor:
+def capped(logits: Tensor, softcap: float) -> Tensor:
     """In fp32, of logits that may be written over."""
     y = logits.float()
     return y.div_(softcap).tanh_().mul_(softcap) if softcap else y

@@ -282,7 +282,7 @@ def check_targets(target: Tensor, classes: int, ignore_index: int, name: str = "
         )
 
 
-def _ops() -> Any:
+def ops() -> Any:
     return local_package().module._ops.ops
 
 
@@ -380,6 +380,27 @@ class Own:
     def logits(self, x: Tensor, low: Tensor | None) -> Tensor:
         return _logits(x, self.weight, self.bias, self.scale, self.classes, low, self.b)
 
+    def logits_at(self, x: Tensor, target: Tensor) -> Tensor:
+        """[N]: what `logits` has at one class of each row, rounded where it rounds."""
+        dtype = self.weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        found = []
+        count = rows_of_bytes(2 * x.shape[1] * wide.itemsize)
+        for part, t in zip(torch.split(x, count), torch.split(target, count), strict=True):
+            y = (part.to(wide) * self.weight[t].to(wide)).sum(-1)
+            bias = None if self.bias is None else self.bias[t]
+            if bias is not None and bias.dtype == dtype:
+                y += bias
+            y = y.to(dtype)
+            if (low := self.low(part)) is not None and self.b is not None:
+                up = self.b[t]
+                added = (low.to(wide) * up.to(wide)).sum(-1)
+                y = (y.to(up.dtype).to(wide) + added).to(up.dtype).to(dtype)
+            if bias is not None and bias.dtype != dtype:
+                y = y.to(bias.dtype) + bias
+            found.append(y if self.scale == 1.0 else y * self.scale)
+        return torch.cat(found)
+
 
 def is_odd(like: Tensor, classes: int) -> bool:
     """Whether products with so many classes are slow."""
@@ -387,7 +408,7 @@ def is_odd(like: Tensor, classes: int) -> bool:
     return half and like.device.type in PADDED and not ends_aligned(like, classes)
 
 
-def _whole(logits: Tensor, fill: float) -> Tensor:
+def padded_logits(logits: Tensor, fill: float) -> Tensor:
     """What `_logits` is a view of, contiguous, with `fill` for the further classes."""
     count, classes = logits.shape
     stride = logits.stride(0)
@@ -430,9 +451,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
             z = own.logits(x, own.low(x))
             if not (smoothing or softcap):  # which classes of no probability would change
-                z = _whole(z, -torch.inf)
+                z = padded_logits(z, -torch.inf)
                 t = _of_these(t, len(weight), z.shape[1], ignore_index)
-            loss, lse = _ops().cross_entropy.default(z, t, ignore_index, smoothing, softcap)
+            loss, lse = ops().cross_entropy.default(z, t, ignore_index, smoothing, softcap)
             del z
             losses.append(loss)
             lses.append(lse)
@@ -496,15 +517,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
             x, t = hidden[part], target[part]
             low = own.low(x)
             z = own.logits(x, low)
-            y = z.contiguous() if smoothing or softcap else _whole(z, -torch.inf)
+            y = z.contiguous() if smoothing or softcap else padded_logits(z, -torch.inf)
             t = _of_these(t, len(weight), y.shape[1], ignore_index)
             # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
             # types neither vanish nor are rounded twice
-            _ops().cross_entropy_with_gradient_out.default(
+            ops().cross_entropy_with_gradient_out.default(
                 total, losses[part], scratch[part], y, y, t, None, 1.0, ignore_index, smoothing,
                 softcap,
             )  # fmt: skip
-            z = _whole(z if y is z else z.copy_(y), 0.0) if smoothing or softcap else y
+            z = padded_logits(z if y is z else z.copy_(y), 0.0) if smoothing or softcap else y
             del y
             if scale != 1.0:
                 z.mul_(scale)
@@ -767,9 +788,9 @@ class Gradients:
             z = self._smoothed(z, here, inside & counted, lse, grad, options)
         else:
             classes = z.shape[1]
-            z = _ops().cross_entropy_backward.default(
+            z = ops().cross_entropy_backward.default(
                 grad.contiguous(),
-                z if softcap else _whole(z, -torch.inf),
+                z if softcap else padded_logits(z, -torch.inf),
                 here,
                 lse,
                 ignore_index,

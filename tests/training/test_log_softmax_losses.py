@@ -193,6 +193,51 @@ SERVED: dict[str, Any] = {
     "some rows and classes": lambda m, ids: at(
         m(input_ids=ids).logits[:, :, 3:].log_softmax(-1)[ids > 40], ids[ids > 40] - 3
     ).mean(),
+    "values of logits": lambda m, ids: at(m(input_ids=ids).logits, ids).mean(),
+    "logsumexp alone": lambda m, ids: m(input_ids=ids).logits.logsumexp(-1).square().mean(),
+    "its own dimension": lambda m, ids: torch.logsumexp(
+        m(input_ids=ids).logits[:, 1:], dim=(2,), keepdim=True
+    ).sum(),
+    "logits and logsumexp": lambda m, ids: (
+        (lambda y: (at(y, ids) - torch.logsumexp(y, 2)).square().mean())(m(input_ids=ids).logits)
+    ),
+    "logsumexp in turn": lambda m, ids: (
+        (lambda y: (at(y, ids) - torch.stack([torch.logsumexp(r, -1) for r in y])).exp().sum())(
+            m(input_ids=ids).logits
+        )
+    ),
+    "log-probabilities in turn": lambda m, ids: torch.stack(
+        [
+            F.log_softmax(y, -1).gather(-1, t)
+            for y, t in zip(m(input_ids=ids).logits[:, 2:], ids[:, 2:, None], strict=True)
+        ]
+    ).square().mean(),
+    "one of them twice": lambda m, ids: (
+        lambda y: (
+            sum(at(r, t).sum() for r, t in zip(y, ids, strict=True))
+            - 2.0 * at(y.unbind()[1], ids[1].flip(0)).sum()
+            + at(y, ids.flip(1)).square().mean()
+            + torch.stack([r.logsumexp(-1) for r in y]).mean()
+        )
+    )(m(input_ids=ids).logits),
+    "in turn and all": lambda m, ids: (
+        lambda y: (
+            at(y.unbind(0)[1].log_softmax(-1), ids[1]).mean()
+            + at(y.log_softmax(-1), ids).square().mean()
+        )
+    )(m(input_ids=ids).logits),
+    "along a dimension": lambda m, ids: torch.take_along_dim(
+        log_probs(m, ids), ids.unsqueeze(-1), dim=2
+    ).mean(),
+    "values under a cap": lambda m, ids: (
+        lambda y: (at(y, ids) - 0.5 * y.logsumexp(-1)).mean()
+    )(torch.tanh((m(input_ids=ids).logits + torch.linspace(-1, 1, CLASSES)) / 2) * 2),
+    "a temperature": lambda m, ids: (
+        lambda y: (at(y, ids[:, 1:]) - torch.stack([r.logsumexp(-1) for r in y])).mean()
+    )(m(input_ids=ids).logits[:, :-1] / 0.7),
+    "means beside it": lambda m, ids: (
+        lambda y: at(y.log_softmax(-1), ids).mean() + 3.0 * y[:, 1:].detach().mean()
+    )(m(input_ids=ids).logits),
 }  # fmt: skip
 
 WHOLE: dict[str, Any] = {
@@ -219,7 +264,21 @@ WHOLE: dict[str, Any] = {
     "times a number": lambda m, ids: at(log_probs(m, ids) * 2.0, ids).mean(),
     "negated before": lambda m, ids: at((-m(input_ids=ids).logits).log_softmax(-1), ids).mean(),
     "twice": lambda m, ids: at(log_probs(m, ids).log_softmax(-1) , ids).mean(),
-    "values of logits": lambda m, ids: at(m(input_ids=ids).logits, ids).mean(),
+    "a mean of some that are detached": lambda m, ids: (
+        lambda y: at(y.log_softmax(-1), ids).mean() + 3.0 * y.detach()[:, 1:].mean()
+    )(m(input_ids=ids).logits),
+    "a mean that is trained": lambda m, ids: m(input_ids=ids).logits.mean(),
+    "means of rows": lambda m, ids: (
+        lambda y: at(y.log_softmax(-1), ids).mean() + y.detach().mean(-1).square().mean()
+    )(m(input_ids=ids).logits),
+    "logsumexp of rows": lambda m, ids: m(input_ids=ids).logits.logsumexp(1).square().mean(),
+    "logsumexp of log-probabilities": lambda m, ids: (
+        (log_probs(m, ids) * 2.0).logsumexp(-1).square().mean()
+    ),
+    "classes in turn": lambda m, ids: sum(
+        y.square().mean() for y in m(input_ids=ids).logits.unbind(2)
+    ),
+    "sequences in turn": lambda m, ids: sum(y.square().mean() for y in m(input_ids=ids).logits),
     "sums of logits": lambda m, ids: m(input_ids=ids).logits.sum(-1).mean(),
     "in fp64": lambda m, ids: at(
         m(input_ids=ids).logits.log_softmax(-1, dtype=torch.float64), ids

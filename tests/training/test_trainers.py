@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.pieces import small_pieces
 from test_deferred_masks import Count, count
 from test_layers import build, layers_of, lora
 from torch import Tensor
@@ -355,12 +356,50 @@ def test_trl_others(name: str, words: Any, trl: Any, tmp_path: Path) -> None:
     _train_by(name, False, words, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("CPO", {}),
+        ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        ("CPO", {"bf16": True}),
+        ("ORPO", {}),
+        ("ORPO", {"bf16": True, "gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_trainers_that_read_all_logits(
+    name: str, options: dict[str, Any], dtype: torch.dtype, words: Any, trl: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are made some at a time: their log-probabilities, and means that are logged."""
+    pieces = small_pieces(monkeypatch, 2048)
+    found, means = [], []
+    for patched in (False, True):
+        model = build(dtype=dtype)
+        trainer = _trainer_of(name, {"max_length": 32, **options}, model, words, tmp_path)
+        if patched:
+            patch(model, False)
+            pieces.clear()  # those of proofs
+        found.append(trained(trainer))
+        log = trainer.state.log_history
+        means.append([e[n] for e in log for n in ("logits/chosen", "logits/rejected") if n in e])
+    assert not [n for n in hfpatch.status(model).notes if "whole" in n]
+    assert pieces and max(pieces) < 4 * 12 * 99  # of four sequences of at least twelve tokens
+    half = bool(options.get("bf16"))
+    most, of_steps = (3e-2, 0.1) if half else (1e-3, 1e-3)
+    if dtype != torch.float32:  # losses of a few units are rounded, and updates, to it
+        half, most, of_steps = True, 0.1, 0.8
+    assert_trained_alike(found[1], found[0], most, of_steps)
+    assert means[1] == pytest.approx(means[0], abs=2e-3 if half else 1e-5)
+
+
 def test_trl_kto_behind_its_trainer(words: Any, trl: Any, tmp_path: Path) -> None:
     _train_by("KTO", True, words, tmp_path)
 
 
-def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
-    where, options = PREFERENCES[name]
+def _trainer_of(name: str, options: dict[str, Any], model: Any, words: Any, tmp_path: Path) -> Any:
+    where, _ = PREFERENCES[name]
     home = importlib.import_module(where)
     columns = {n: [text(t) for t in tokens(32, i)] for i, n in enumerate(("prompt", "chosen"))}
     if name == "KTO":
@@ -370,23 +409,28 @@ def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
         del columns["chosen"]
     else:
         columns["rejected"] = [text(t) for t in tokens(32, 2)]
+    options = {"bf16": False, "gradient_checkpointing": False, **options}
+    args = arguments(getattr(home, f"{name}Config"), tmp_path, **options)
+    more: dict[str, Any] = {"ref_model": build()} if name in ("KTO", "DPO") else {}
+    if name == "RLOO":
+        more["reward_funcs"] = _rewarded
+    return getattr(home, f"{name}Trainer")(
+        model, args=args, train_dataset=data_of(**columns), processing_class=words, **more
+    )
+
+
+def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
+    _, options = PREFERENCES[name]
     found = []
     for patched in (False, True):
         model = build()
         if patched and not behind:
             patch(model, behind)
-        options = {"bf16": False, "gradient_checkpointing": False, **options}
-        args = arguments(getattr(home, f"{name}Config"), tmp_path, **options)
-        more: dict[str, Any] = {"ref_model": build()} if name in ("KTO", "DPO") else {}
-        if name == "RLOO":
-            more["reward_funcs"] = _rewarded
-        trainer = getattr(home, f"{name}Trainer")(
-            model, args=args, train_dataset=data_of(**columns), processing_class=words, **more
-        )
+        trainer = _trainer_of(name, options, model, words, tmp_path)
         if patched and behind:
             patch(model, behind)
         found.append(trained(trainer))
-    half = bool(options["bf16"])
+    half = bool(options.get("bf16"))
     assert_trained_alike(found[1], found[0], 3e-2 if half else 1e-3, 0.1 if half else 1e-3)
 
 
