@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -61,4 +62,8 @@ def _again(
 ) -> types.FunctionType:
     made = types.FunctionType(own.__code__, values, own.__name__, own.__defaults__, closure)
     made.__kwdefaults__ = own.__kwdefaults__
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if hasattr(own, name):
+            setattr(made, name, getattr(own, name))
+    made.__dict__.update(own.__dict__)  # what it wraps, by which its signature is read
     return made

@@ -173,7 +173,9 @@ def adapter(body: Body, containers: Sequence[str]) -> Forward:
         at = _cell_of(outer, inner)
         assert at is not None
         cells[at] = types.CellType(other)
-        other = with_closure(outer, tuple(cells))
+        around = with_closure(outer, tuple(cells))
+        around.__wrapped__ = other  # type: ignore[attr-defined]
+        other = around
 
     def unchanged(self: nn.Module) -> bool:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -293,6 +294,43 @@ def test_positions_that_are_not_counted_from_zero(count: Count) -> None:
     patched(model)
     assert_equal(gradients(model, **inputs), theirs)
     assert (count.given, count.made) == (1, 0)
+
+
+def test_one_row_of_positions_for_all(count: Count) -> None:
+    model = build()
+    inputs = packed() | {"position_ids": packed(1)["position_ids"]}
+    theirs = gradients(model, **inputs)
+    patched(model)
+    assert_equal(gradients(model, **inputs), theirs)
+    assert (count.given, count.made) == (1, 0)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [False, True])
+def test_without_gradients(training: bool, context: Any, count: Count) -> None:
+    model = build().train(training)
+    with context():
+        theirs = model(**packed()).loss
+    patched(model)
+    with context():
+        torch.testing.assert_close(model(**packed()).loss, theirs, rtol=1e-5, atol=0)
+    assert (count.given, count.made) == (int(training and context is torch.no_grad), 0)
+
+
+def test_positions_of_another_dtype_are_the_models_own(count: Count) -> None:
+    model = build()
+    inputs = packed() | {"position_ids": packed()["position_ids"].int()}
+    theirs = gradients(model, **inputs)
+    patched(model)
+    assert_equal(gradients(model, **inputs), theirs)
+    assert count.given == 0
+
+
+def test_the_forwards_signature_stays() -> None:
+    model = build()
+    before = inspect.signature(model.model.forward)
+    patched(model)
+    assert inspect.signature(model.model.forward) == before
 
 
 def test_a_function_that_somebody_has_put_there(

@@ -17,7 +17,12 @@ from support.pieces import small_pieces
 from test_deferred_masks import Count, count
 from test_layers import build, layers_of, lora
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import hfpatch
 
@@ -120,6 +125,80 @@ def test_trainer(options: dict[str, Any], most: float, tmp_path: Path) -> None:
         found.append(trained(trainer))
     assert_trained_alike(found[1], found[0], most, 0.1 if options.get("bf16") else 1e-3)
     assert len(set(found[0].losses)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, 1e-4),
+        ({"gradient_checkpointing": True, "neftune_noise_alpha": 5.0}, 1e-4),
+        ({"gradient_checkpointing": True, "bf16": True}, 3e-2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_trainer_without_padding(
+    family: str, options: dict[str, Any], most: float, tmp_path: Path, count: Count
+) -> None:
+    rows = [{"input_ids": t, "labels": t} for t in tokens(48, 1)]
+    found = []
+    for patched in (False, True):
+        model = build(family, **({"sliding_window": 4} if family == "Gemma3" else {}))
+        model.config.use_cache = False
+        if patched:
+            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        trainer = Trainer(
+            model,
+            arguments(TrainingArguments, tmp_path, **options),
+            train_dataset=rows,  # type: ignore[arg-type]
+            data_collator=DataCollatorWithFlattening(),
+        )
+        torch.manual_seed(0)  # of the noise
+        found.append(trained(trainer))
+    assert_trained_alike(found[1], found[0], most, 0.1 if options.get("bf16") else 1e-3)
+    steps = STEPS * options.get("gradient_accumulation_steps", 1)
+    assert (count.given, count.made) == (steps * (1 + (family == "Gemma3")), 0)
+
+
+class _WithOwnLoss(Trainer):
+    """A cross entropy and a z-loss by their operators, and metrics of the same logits."""
+
+    accuracies: list[float]
+    reads: bool
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1].float()
+        counted = labels != -100
+        at = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        sums = torch.logsumexp(logits, -1)
+        if self.reads:
+            found = logits.detach().argmax(-1) == labels
+            self.accuracies.append(found[counted].float().mean().item())
+        return ((sums - at + 1e-2 * sums.square()) * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_trainer_with_a_loss_of_its_own(reads: bool, tmp_path: Path) -> None:
+    rows = [{"input_ids": t} for t in tokens(32, 1)]
+    found, accuracies = [], []
+    for patched in (False, True):
+        model = build()
+        if patched:
+            hfpatch.apply(model, mode="training")
+        trainer = _WithOwnLoss(
+            model,
+            arguments(TrainingArguments, tmp_path),
+            train_dataset=rows,  # type: ignore[arg-type]
+            data_collator=padded,
+        )
+        trainer.accuracies, trainer.reads = [], reads
+        found.append(trained(trainer))
+        accuracies.append(trainer.accuracies)
+    assert_trained_alike(found[1], found[0], 1e-4, 1e-3)
+    assert accuracies[0] == accuracies[1] and len(accuracies[0]) == STEPS * reads
+    whole = [n for n in hfpatch.status(model).notes if "made whole: `detach` reads them" in n]
+    assert bool(whole) == reads
 
 
 def test_trainer_with_adapters_and_the_callback(tmp_path: Path) -> None:
