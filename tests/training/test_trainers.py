@@ -426,7 +426,14 @@ PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "ORPO": ("trl.experimental.orpo", {"max_length": 32}),
     "RLOO": ("trl", {"beta": 0.0, "num_generations": 2, "max_completion_length": 5}),
     "DPO": ("trl", {"gradient_checkpointing": True, "bf16": True}),
+    "OnlineDPO": ("trl.experimental.online_dpo", {"max_new_tokens": 6}),
+    "A2PO": ("trl.experimental.a2po", {"max_completion_length": 6}),
 }
+_REWARDED = ("RLOO", "OnlineDPO", "A2PO")
+
+
+def _right_or_wrong(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(c) % 2) for c in completions]
 
 
 @pytest.mark.exhaustive
@@ -473,6 +480,16 @@ def test_trainers_that_read_all_logits(
     assert means[1] == pytest.approx(means[0], abs=2e-3 if half else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["OnlineDPO", "A2PO"])
+def test_trainers_that_generate_and_read_all_logits(
+    name: str, words: Any, trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = small_pieces(monkeypatch, 2048)
+    model = _train_by(name, False, words, tmp_path)
+    assert not [n for n in hfpatch.status(model).notes if "whole" in n]
+    assert pieces and max(pieces) < 2 * 6 * 99
+
+
 def test_trl_kto_behind_its_trainer(words: Any, trl: Any, tmp_path: Path) -> None:
     _train_by("KTO", True, words, tmp_path)
 
@@ -484,21 +501,23 @@ def _trainer_of(name: str, options: dict[str, Any], model: Any, words: Any, tmp_
     if name == "KTO":
         columns["completion"] = columns.pop("chosen")
         columns["label"] = [i % 2 == 0 for i in range(32)]  # type: ignore[misc]
-    elif name == "RLOO":
+    elif name in _REWARDED:
         del columns["chosen"]
     else:
         columns["rejected"] = [text(t) for t in tokens(32, 2)]
     options = {"bf16": False, "gradient_checkpointing": False, **options}
     args = arguments(getattr(home, f"{name}Config"), tmp_path, **options)
-    more: dict[str, Any] = {"ref_model": build()} if name in ("KTO", "DPO") else {}
-    if name == "RLOO":
-        more["reward_funcs"] = _rewarded
+    more: dict[str, Any] = {}
+    if name in ("KTO", "DPO", "OnlineDPO"):
+        more["ref_model"] = build()
+    if name in _REWARDED:
+        more["reward_funcs"] = _right_or_wrong if name == "A2PO" else _rewarded
     return getattr(home, f"{name}Trainer")(
         model, args=args, train_dataset=data_of(**columns), processing_class=words, **more
     )
 
 
-def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
+def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> Any:
     _, options = PREFERENCES[name]
     found = []
     for patched in (False, True):
@@ -511,6 +530,7 @@ def _train_by(name: str, behind: bool, words: Any, tmp_path: Path) -> None:
         found.append(trained(trainer))
     half = bool(options.get("bf16"))
     assert_trained_alike(found[1], found[0], 3e-2 if half else 1e-3, 0.1 if half else 1e-3)
+    return model
 
 
 # --- somebody else's kernels ----------------------------------------------------------------------
