@@ -3,7 +3,8 @@
 Loaded into upstream's own test runs by `run.py` (`-p plugin`); never by hfpatch's own suite.
 
 HFPATCH_UPSTREAM_PATCH=1 patches; without it the run is plain. HFPATCH_UPSTREAM_RECORD names the
-JSON file to write: how each test ended, and what was patched.
+JSON file to write: how each test ended, and what was patched. HFPATCH_UPSTREAM_BY=trainers leaves
+it to another plugin which models are patched (trl_plugin.py).
 
 A model is a `PreTrainedModel` or `ModelMixin` that no other one is being built around. It is
 patched when its outermost `__init__` or `from_pretrained` returns, with the mode of its `training`
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counting import Calls
 from torch import nn
 
 _RANK = {"skipped": 0, "xpassed": 1, "xfailed": 1, "passed": 2, "failed": 3, "error": 4}
@@ -37,8 +39,7 @@ class Patcher:
         self.local = threading.local()
         self.modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.applied = 0
-        self.applying = False
-        self.calls = 0  # of kernels, by models: without those of the probes
+        self.calls = Calls()  # by models: without those of the probes
         self.swaps: Counter[str] = Counter()
         self.untouched: Counter[str] = Counter()
 
@@ -54,37 +55,23 @@ class Patcher:
             stack.pop()
 
     def apply(self, model: nn.Module) -> None:
-        import hfpatch
-
         mode = "training" if model.training else "inference"
         if self.modes.get(model) == mode:
             return
         self.modes[model] = mode
-        self.applying = True
-        try:
+        self.apply_as(model, mode)
+
+    def apply_as(self, model: nn.Module, mode: str) -> None:
+        """`hfpatch.apply`, counted."""
+        import hfpatch
+
+        with self.calls.not_counted():
             report = hfpatch.apply(model, mode=mode)
-        finally:
-            self.applying = False
         self.applied += 1
         self.swaps.update(swap.op for swap in report.swaps)
         if not report.swaps:
             reason = report.skips[0].reason if report.skips else "nothing nominated"
             self.untouched[f"{type(model).__name__}: {reason}"] += 1
-
-    def counted(self, bind: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-        """`Kernel.bind` whose results count their calls."""
-
-        @functools.wraps(bind)
-        def wrapped(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-            call = bind(*args, **kwargs)
-
-            def count(*tensors: Any) -> Any:
-                self.calls += not self.applying
-                return call(*tensors)
-
-            return count
-
-        return wrapped
 
     def constructor(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -170,20 +157,29 @@ class Recorder:
             entry["outcome"] = outcome
         if outcome in ("failed", "error") and "message" not in entry:
             entry["message"] = str(report.longreprtext)[-4000:]
+        if report.outcome == "skipped":
+            told = report.longrepr  # (file, line, "Skipped: why") of a skip
+            why = told[2] if isinstance(told, tuple) else getattr(report, "wasxfail", "")
+            entry["reason"] = why.removeprefix("Skipped: ")
+        if report.user_properties:
+            entry["properties"] = dict(report.user_properties)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             message = str(report.longreprtext)[-4000:]
             self.tests[report.nodeid] = {"outcome": "error", "seconds": 0.0, "message": message}
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):  # xdist's, whose reports the controller has too
+            return
         patched: dict[str, Any] = {}
         if self.patcher is not None:
             p = self.patcher
             patched = {
                 "applied": p.applied,
                 "swaps": dict(p.swaps),
-                "calls": p.calls,
+                "calls": p.calls.kernels,
+                "layer_calls": p.calls.layers,
                 "untouched": dict(p.untouched),
             }
         self.path.write_text(json.dumps({"tests": self.tests, "patched": patched}, indent=1))
@@ -198,11 +194,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # What a user is told once is no failure of a test that counts its warnings.
         warnings.filterwarnings("ignore", message="hfpatch: ")
         patcher = Patcher()
-        patcher.watch(PreTrainedModel)
-        patcher.watch(ModelMixin)
-        from hfpatch.kernels.sources import Kernel
-
-        Kernel.bind = patcher.counted(Kernel.bind)  # type: ignore[method-assign]
+        if os.environ.get("HFPATCH_UPSTREAM_BY") != "trainers":
+            patcher.watch(PreTrainedModel)
+            patcher.watch(ModelMixin)
     record = os.environ.get("HFPATCH_UPSTREAM_RECORD")
     if record:
         config.pluginmanager.register(Recorder(Path(record), patcher), "hfpatch-upstream")

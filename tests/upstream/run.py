@@ -1,14 +1,16 @@
-"""Run upstream's own model test classes twice, plain and patched, and compare test by test.
+"""Run upstream's own tests twice, plain and patched, and compare test by test.
 
     HFPATCH_UPSTREAM=/path/to/checkouts python tests/upstream/run.py [FAMILY ...] [--page]
 
-The folder holds `transformers` and `diffusers`, checked out at the installed versions:
+The folder holds `transformers`, `diffusers` and `trl`, checked out at the installed versions:
 
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
+    git clone --depth 1 --branch v1.16.0 https://github.com/huggingface/trl
 
-Their tests need `pip install -r requirements/upstream.txt`. A CHECKOUT.txt in a checkout that is no
-tag says on the page how it was put together.
+Of the first two these are the model test classes, of TRL its trainers' tests (trl_plugin.py). They
+need `pip install -r requirements/upstream.txt`, TRL's also what tests/training does. A CHECKOUT.txt
+in a checkout that is no tag says on the page how it was put together.
 
 A test that passes plain and fails patched is run three times more either way; if it goes on failing
 it is a regression, unless `expected.toml` gives the reason. Exit status: 1 if there are regressions
@@ -41,10 +43,11 @@ ROOT = HERE.parent.parent
 RESULTS = ROOT / ".cache" / "upstream"
 PAGE = ROOT / "docs" / "compatibility-upstream.md"
 RERUNS = 3
-TIMEOUT = 1800  # seconds of one run of a family
+TIMEOUT = 3600  # seconds of one run of a family
 
 _DIFFUSION = "tests/models/transformers/test_models_transformer_{}.py"
 _LANGUAGE = "tests/models/{0}/test_modeling_{0}.py"
+_EXPERIMENTAL = "tests/experimental/test_{}_trainer.py"
 
 #: Family: (repository, test files).
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -64,11 +67,24 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bert": ("transformers", (_LANGUAGE.format("bert"),)),
     "mamba2": ("transformers", (_LANGUAGE.format("mamba2"),)),
     "bamba": ("transformers", (_LANGUAGE.format("bamba"),)),
+    "trl-sft": ("trl", ("tests/test_sft_trainer.py",)),
+    "trl-dpo": ("trl", ("tests/test_dpo_trainer.py",)),
+    "trl-kto": ("trl", ("tests/test_kto_trainer.py",)),
+    "trl-grpo": ("trl", ("tests/test_grpo_trainer.py",)),
+    "trl-rloo": ("trl", ("tests/test_rloo_trainer.py",)),
+    "trl-reward": ("trl", ("tests/test_reward_trainer.py",)),
+    "trl-cpo-orpo": ("trl", (_EXPERIMENTAL.format("cpo"), _EXPERIMENTAL.format("orpo"))),
 }
 
-#: Tests that are not run: their work is done in processes of their own, where no plugin is, or
-#: they only compare source files.
-DESELECT = "not slow and not fsdp and not tensor_parallel and not expert_parallel and not tp_"
+_MODELS = "not slow and not fsdp and not tensor_parallel and not expert_parallel and not tp_"
+#: By repository, for pytest's -k, tests that are not run: their work is done in processes of their
+#: own, where no plugin is, or they only compare source files; TRL's of models with images, whose
+#: processors are the Hub's.
+DESELECT = {
+    "transformers": _MODELS,
+    "diffusers": _MODELS,
+    "trl": "not slow and not vlm and not vision and not vllm",
+}
 
 
 @dataclass
@@ -103,7 +119,9 @@ def checkout(repository: str) -> Path:
 
 
 def version_of(path: Path) -> str:
-    """The version that a checkout's setup.py declares."""
+    """The version that a checkout's setup.py, or TRL's VERSION, declares."""
+    if (path / "VERSION").exists():
+        return (path / "VERSION").read_text().strip()
     found = re.search(r'version="([^"]+)"', (path / "setup.py").read_text())
     return found[1] if found else "unknown"
 
@@ -139,7 +157,10 @@ def run(repository: str, tests: list[str], patch: bool, record: Path) -> dict[st
         "HFPATCH_UPSTREAM_PATCH": "1" if patch else "",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider"]
-    command += ["-p", "no:randomly", "-k", DESELECT, *tests]
+    if repository == "trl":
+        environment |= offline(path)
+        command += ["-p", "trl_plugin"]
+    command += ["-p", "no:randomly", "-k", DESELECT[repository], *tests]
     log = record.with_suffix(".log")
     with open(log, "w") as output:
         try:
@@ -158,6 +179,24 @@ def run(repository: str, tests: list[str], patch: bool, record: Path) -> dict[st
         raise SystemExit(f"pytest did not finish; see {log}")
     result: dict[str, Any] = json.loads(record.read_text())
     return result
+
+
+def offline(path: Path) -> dict[str, str]:
+    """What TRL's tests find in place of the Hub: see trl_hub.py."""
+    folder = RESULTS / "trl-hub"
+    found = {
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HFPATCH_UPSTREAM_DATA": str(folder / "data"),
+        "HFPATCH_UPSTREAM_BY": "trainers",
+        "PYTHONSAFEPATH": "1",  # the checkout's own package is not the one that is tested
+    }
+    if not (folder / "left-out.json").exists():
+        command = [sys.executable, str(HERE / "trl_hub.py"), str(path), str(folder)]
+        environment = {**os.environ, **found, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"the models of TRL's tests could not be made:\n{done.stderr[-2000:]}")
+    return found
 
 
 def reasons(family: str) -> dict[str, str]:
@@ -245,8 +284,8 @@ def page() -> str:
         if (path := RESULTS / f"{name}.json").exists()
     ]
     lines = [HEAD, "| family | passed plain | passed patched | failed plain | failed patched "]
-    lines += ["| skipped | models patched | modules swapped | kernel calls |\n"]
-    lines += ["|---" * 9, "|\n"]
+    lines += ["| skipped | models patched | modules swapped | kernel calls | layer calls |\n"]
+    lines += ["|---" * 10, "|\n"]
     for r in found:
         plain, patched = Counter(r["plain"]), Counter(r["patched"])
         swaps = ", ".join(f"{n} {op}" for op, n in sorted(r["details"]["swaps"].items()))
@@ -254,7 +293,8 @@ def page() -> str:
             f"| {r['family']} | {plain['passed']} | {patched['passed']} "
             f"| {plain['failed'] + plain['error']} | {patched['failed'] + patched['error']} "
             f"| {patched['skipped']} | {r['details']['applied']} | {swaps} "
-            f"| {r['details'].get('calls', 'not counted')} |\n"
+            f"| {r['details'].get('calls', 'not counted')} "
+            f"| {r['details'].get('layer_calls', 'not counted')} |\n"
         )
     lines.append(NOTES)
     for title, key in (
