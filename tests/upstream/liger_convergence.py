@@ -15,7 +15,7 @@ hfpatch's own requirements: triton, which Liger's package imports, also on a CPU
 files of `--files multimodal` torchvision. Nothing is downloaded.
 
 On a CPU the tests in bf16 are skipped by themselves, and one in fp32 takes twenty minutes. Exit
-status: 1 where a test fails whose unpatched training ended.
+status: 1 where a test fails whose unpatched training ended, and where `--budget` ended the run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,9 +55,15 @@ def version_of(checkout: Path) -> str:
 
 
 def run(
-    checkout: Path, files: list[str], models: list[str], device: str, workers: int, control: bool
-) -> dict[str, Any]:
-    """The tests in a process of their own; what plugin.py recorded."""
+    checkout: Path,
+    files: list[str],
+    models: list[str],
+    device: str,
+    workers: int,
+    control: bool,
+    budget: float | None,
+) -> tuple[dict[str, Any], bool]:
+    """The tests in a process of their own: what plugin.py recorded, and whether it was all."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HFPATCH_UPSTREAM_PATCH": ""}
     places = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in places if p)
@@ -71,11 +78,17 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         environment["HFPATCH_UPSTREAM_RECORD"] = str(record)
-        subprocess.run(command, cwd=checkout, env=environment, check=False)
+        with subprocess.Popen(command, cwd=checkout, env=environment) as process:
+            try:
+                process.wait(budget)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # behind which it records what it has
+        # 0: all passed, 1: some failed
+        complete = process.returncode in (0, 1)
         if not record.exists():
             raise SystemExit("pytest ended before it ran the tests: see what it printed above")
         found: dict[str, Any] = json.loads(record.read_text())
-        return found
+        return found, complete
 
 
 def row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +123,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", choices=list(FILES), default=["plain", "logits"])
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="as mini_llama3")
     parser.add_argument("--workers", type=int, default=0, help="of pytest-xdist")
+    parser.add_argument("--budget", type=float, help="seconds, behind which the rest is left out")
     parser.add_argument("--control", action="store_true", help="patch nothing: train it twice")
     parser.add_argument("--commit", help="what is tested; default: git's HEAD")
     args = parser.parse_args()
@@ -119,17 +133,19 @@ def main() -> int:
         parser.error(f"`{checkout}` has no `{missing[0]}`; expected sources of Liger-Kernel 0.8.5")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("`--device cuda` and PyTorch sees no GPU")
-    found = run(checkout, files, args.models, args.device, args.workers, args.control)
+    found, complete = run(
+        checkout, files, args.models, args.device, args.workers, args.control, args.budget
+    )
     rows = [row(name, entry) for name, entry in found["tests"].items()]
     result = head("liger-convergence", torch.device(args.device), args.commit)
     result["versions"]["tests of liger-kernel"] = version_of(checkout)
-    result["control"] = args.control
+    result |= {"control": args.control, "complete": complete}
     result["rows"] = rows
     for r in rows:
         print(f"{r['file']} {r['model']}: {r['outcome']}, {r['swaps']}, {r['why'][:200]}")
     if args.json:
         write(result, args.json)
-    return int(not rows or any(r["outcome"] in ("failed", "error") for r in rows))
+    return int(not complete or any(r["outcome"] in ("failed", "error") for r in rows))
 
 
 if __name__ == "__main__":

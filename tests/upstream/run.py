@@ -14,8 +14,8 @@ in a checkout that is no tag says on the page how it was put together.
 
 A test that passes plain and fails patched is run three times more either way; if it goes on failing
 it is a regression, unless `expected.toml` gives the reason. Exit status: 1 if there are regressions
-or reasons out of date. The results stay in `.cache/upstream/`; `--page` writes
-docs/compatibility-upstream.md from them.
+or reasons out of date. What the tests printed stays in `.cache/upstream/`; how a family ended is in
+`results/` beside this file, of which `--page` makes docs/compatibility-upstream.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ else:
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-RESULTS = ROOT / ".cache" / "upstream"
+RECORDS = ROOT / ".cache" / "upstream"
+RESULTS = HERE / "results"
 PAGE = ROOT / "docs" / "compatibility-upstream.md"
 RERUNS = 3
 TIMEOUT = 3600  # seconds of one run of a family
@@ -183,7 +184,7 @@ def run(repository: str, tests: list[str], patch: bool, record: Path) -> dict[st
 
 def offline(path: Path) -> dict[str, str]:
     """What TRL's tests find in place of the Hub: see trl_hub.py."""
-    folder = RESULTS / "trl-hub"
+    folder = RECORDS / "trl-hub"
     found = {
         "HF_HUB_CACHE": str(folder / "hub"),
         "HFPATCH_UPSTREAM_DATA": str(folder / "data"),
@@ -212,10 +213,10 @@ def _failed(entry: dict[str, Any] | None) -> bool:
 def compare(family: str) -> Comparison:
     """Run a family plain and patched and look at every test that ends differently."""
     repository, files = FAMILIES[family]
-    plain = run(repository, list(files), False, RESULTS / f"{family}-plain.json")
-    patched = run(repository, list(files), True, RESULTS / f"{family}-patched.json")
+    plain = run(repository, list(files), False, RECORDS / f"{family}-plain.json")
+    patched = run(repository, list(files), True, RECORDS / f"{family}-patched.json")
     if not any(t["outcome"] == "passed" for t in plain["tests"].values()):
-        raise SystemExit(f"no test of {family} passes plain; see {RESULTS / family}-plain.log")
+        raise SystemExit(f"no test of {family} passes plain; see {RECORDS / family}-plain.log")
     result = Comparison(family, details=patched["patched"])
     result.plain = Counter(t["outcome"] for t in plain["tests"].values())
     result.patched = Counter(t["outcome"] for t in patched["tests"].values())
@@ -250,7 +251,7 @@ def _lost(before: dict[str, Any], after: dict[str, Any] | None) -> bool:
 
 def _again(repository: str, test: str, patch: bool) -> int:
     """How often the test passes in as many more runs."""
-    record = RESULTS / "again.json"
+    record = RECORDS / "again.json"
     count = 0
     for _ in range(RERUNS):
         entry = run(repository, [test], patch, record)["tests"].get(test)
@@ -265,14 +266,20 @@ HEAD = """# Upstream's own tests
 The model test classes of transformers and diffusers, run with `hfpatch.apply` on every model they
 build: patched when its constructor or `from_pretrained` returns, in training mode while the model
 is in training mode, and again at each `train()` and `eval()`. A test that passes without hfpatch
-must pass with it. Written by `tests/upstream/run.py --page`; do not edit.
+must pass with it. Of TRL these are the tests of its trainers: each trainer's model is patched with
+`mode="training"` when the trainer is made, the function of TRL's fused head with it, its reference
+model for inference, and its AdamW is `hfpatch.optim.AdamW`.
+Written by `tests/upstream/run.py --page`; do not edit.
 
 """
 
 NOTES = """
 Tests that are marked slow, that need a GPU or the network are skipped by their own decorators, and
 those that start processes of their own (FSDP, tensor and expert parallel) are left out: hfpatch's
-tests/sharding covers these. "Failed plain" are tests that fail here without hfpatch.
+tests/sharding covers these. "Failed plain" are tests that fail here without hfpatch. TRL's small
+models and data are made here by TRL's own scripts, with another tokenizer (`trl_hub.py`); its tests
+of models with images, and with vLLM, are left out, as are those of what the installed TRL no longer
+has. "Layer calls" are calls of decoder layers that were served under autograd; "–": not counted.
 """
 
 
@@ -294,7 +301,7 @@ def page() -> str:
             f"| {plain['failed'] + plain['error']} | {patched['failed'] + patched['error']} "
             f"| {patched['skipped']} | {r['details']['applied']} | {swaps} "
             f"| {r['details'].get('calls', 'not counted')} "
-            f"| {r['details'].get('layer_calls', 'not counted')} |\n"
+            f"| {r['details'].get('layer_calls', '–')} |\n"
         )
     lines.append(NOTES)
     for title, key in (
@@ -344,7 +351,7 @@ def main() -> int:
             "commit": commit_of(ROOT),
             "date": datetime.date.today().isoformat(),
         }
-        (RESULTS / f"{family}.json").write_text(json.dumps(data, indent=1))
+        (RESULTS / f"{family}.json").write_text(json.dumps(data, indent=1) + "\n")
         print(f"{family}: plain {dict(result.plain)}, patched {dict(result.patched)}", flush=True)
         for name in result.stale:
             print(f"  expected.toml: `{name}` is not worse than plain; take it out", flush=True)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.exhaustive  # with the tests that it runs
 
 #: As Liger's test/convergence/*/test_mini_models.py is built, without Liger and its text.
 SMALL = """
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -59,10 +61,12 @@ class Drifts(LlamaForCausalLM):
         return result
 
 
+SLOW = pytest.mark.skipif("SLOW" not in os.environ, reason="it takes hours")
 MINI_MODEL_SETUPS = {
     name: Setup(apply_liger_kernel_to_llama, model)
     for name, model in {
-        "mini_llama3": LlamaForCausalLM, "mini_bare": Bare, "mini_broken": Broken,
+        "mini_llama3": LlamaForCausalLM, "mini_gemma": LlamaForCausalLM,
+        "mini_bare": Bare, "mini_broken": Broken,
         "mini_drifts": Drifts,
     }.items()
 }
@@ -101,6 +105,7 @@ def run_mini_model(model_name, num_steps, dtype, lr, with_liger=False):
     ("mini_bare", 3),
     ("mini_broken", 3),
     ("mini_drifts", 3),
+    pytest.param("mini_gemma", 10**9, marks=SLOW),
     pytest.param("mini_absent", 3, marks=pytest.mark.skip(reason="no such model")),
 ])
 def test_mini_model(model_name, num_steps):
@@ -142,6 +147,7 @@ def test_what_is_patched_and_what_came_of_it(tmp_path: Path, kernels_dir: Path) 
         "mini_broken": "fails unpatched",
         "mini_drifts": "failed",
         "mini_absent": "skipped",
+        "mini_gemma": "skipped",
     }
     served = rows["mini_llama3"]
     assert served["swaps"]["layer"] == 2 and served["layer_calls"] == 2 * 3
@@ -151,7 +157,7 @@ def test_what_is_patched_and_what_came_of_it(tmp_path: Path, kernels_dir: Path) 
     assert rows["mini_drifts"]["loss"] == pytest.approx(1e-3, rel=0.1)
     assert rows["mini_absent"]["why"] == "no such model"
     assert result["versions"]["tests of liger-kernel"] == "0.0.1 (a made one)"
-    assert result["commit"] == "abc" and status == 1
+    assert result["commit"] == "abc" and result["complete"] and status == 1
 
 
 def test_chosen_models_unpatched(tmp_path: Path, kernels_dir: Path) -> None:
@@ -159,6 +165,15 @@ def test_chosen_models_unpatched(tmp_path: Path, kernels_dir: Path) -> None:
     (row,) = result["rows"]
     assert row["model"] == "mini_drifts" and row["outcome"] == "passed" and status == 0
     assert row["swaps"] == {} and row["layer_calls"] == 0 and row["loss"] == 0.0
+
+
+def test_a_run_that_takes_too_long(
+    tmp_path: Path, kernels_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW", "1")
+    status, result = outcome(tmp_path, "--models", "mini_gemma", "--budget", "40")
+    assert not result["complete"] and status == 1
+    assert all(r["outcome"] != "passed" for r in result["rows"])
 
 
 def test_files_of_another_form_are_named(tmp_path: Path) -> None:

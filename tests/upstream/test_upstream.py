@@ -31,13 +31,18 @@ run = _runner()
 
 @pytest.mark.skipif(
     not os.environ.get("HFPATCH_UPSTREAM"),
-    reason="HFPATCH_UPSTREAM names no folder with checkouts of transformers and diffusers",
+    reason="HFPATCH_UPSTREAM names no folder with checkouts of transformers, diffusers and TRL",
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", list(run.FAMILIES))
 def test_upstream(family: str, kernels_dir: Path) -> None:
     result = run.compare(family)
     assert not result.regressions and not result.stale
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    assert run.PAGE.read_text("utf-8") == run.page()
+    assert {path.stem for path in run.RESULTS.glob("*.json")} <= set(run.FAMILIES)
 
 
 SMALL = """
@@ -85,7 +90,7 @@ def test_the_runner_finds_what_patching_breaks(
     (tests / "test_small.py").write_text(SMALL)
     monkeypatch.setenv("HFPATCH_UPSTREAM", str(tmp_path))
     monkeypatch.setattr(run, "FAMILIES", {"small": ("transformers", ("tests/test_small.py",))})
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(run, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(run, "RERUNS", 1)
     known = {"test_nothing_is_replaced_after_loading": "it is the point", "test_gone": "old"}
     monkeypatch.setattr(run, "reasons", lambda family: known)
