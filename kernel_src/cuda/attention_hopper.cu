@@ -358,10 +358,24 @@ __device__ __forceinline__ void produce(const AttentionArgs &a, const AttentionU
 
 #endif
 
+// The rows of a warpgroup. Folded, a CTA has a tile of 64 rows from either end: of a causal call the first
+// rows see the fewest keys and the last ones the most, and all CTAs have as much to do.
+template <int kQueries>
+__device__ __forceinline__ AttentionUnit unit_of_group(const AttentionUnit &unit, int group, bool folded) {
+  AttentionUnit own = unit;
+  if (folded) {
+    const int64_t tiles = (unit.rows + 63) / 64, low = unit.first / kQueries, high = tiles - 1 - low;
+    own.first = group == 0 ? high * 64 : low < high ? low * 64 : unit.rows;
+  } else {
+    own.first = unit.first + group * 64;
+  }
+  return own;
+}
+
 template <class T, int kDim, bool kMasked>
 __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
     attention_hopper_kernel(const __grid_constant__ AttentionArgs a, int64_t blocks, bool paired,
-                            MaskReads reads) {
+                            MaskReads reads, bool folded) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
   constexpr int kKeys = S::kKeys, kSlots = S::kSlots;
@@ -382,7 +396,16 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const int all = unit.most(a, S::kQueries), begin = unit.begin(a, S::kQueries, kKeys);
+  int all = unit.most(a, S::kQueries);
+  if (folded) {
+    all = 0;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const AttentionUnit one = unit_of_group<S::kQueries>(unit, g, true);
+      if (one.first < one.rows) all = max(all, one.most(a, 64));
+    }
+  }
+  const int begin = unit.begin(a, S::kQueries, kKeys);
   const int steps = (all - begin + kKeys - 1) / kKeys;
   const bool known = kMasked && Blocks::looks_at(steps);
   if constexpr (kMasked) mask.template begin<T>(a, unit, begin, all, known, reads.eight);
@@ -396,12 +419,14 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
 
-  const int fewest = unit.fewest(a, S::kQueries), highest_low = unit.floor_of(a, all);
+  const AttentionUnit mine = unit_of_group<S::kQueries>(unit, group, folded);
+  const int end = mine.first < mine.rows ? mine.most(a, 64) : 0;  // no row of this warpgroup sees more
+  const int fewest = mine.first < mine.rows ? mine.fewest(a, 64) : 0, highest_low = unit.floor_of(a, all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   char *own = aligned + group * S::kGroupBytes;
   for (int i = threadIdx.x % 128; i < 64 * kDim / 8; i += 128) {
     const int r = i / (kDim / 8), c = i % (kDim / 8);
-    const int64_t row = unit.first + group * 64 + r;
+    const int64_t row = mine.first + r;
     const bool there = row < unit.rows && c * 8 < a.dim;
     const T *from = static_cast<const T *>(a.q) + (there ? unit.q_offset(a, row) + c * 8 : 0);
     copy_later(reinterpret_cast<uint4 *>(own + c / 8 * (64 * kRowBytes) + place(r, c % 8)), from,
@@ -413,11 +438,11 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 
   // Accumulators: rows 16 warp + lane / 4 (+ 8), columns 2 (lane % 4) (+ 1) of every 8.
-  const int first_row = group * 64 + warp * 16 + lane / 4;
+  const int own_row = warp * 16 + lane / 4, first_row = group * 64 + own_row;
   int limit[2], low[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int64_t row = unit.first + first_row + h * 8;
+    const int64_t row = mine.first + own_row + h * 8;
     limit[h] = row < unit.rows ? unit.limit(a, row) : 0;
     low[h] = unit.floor_of(a, limit[h]);
   }
@@ -436,6 +461,13 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   for (int j = next_of(0); j < steps; j = next_of(j + 1), tile += 2) {
     const int first = begin + j * kKeys, k_slot = tile % kSlots, v_slot = k_slot + 1;
     const uint32_t parity = (tile / kSlots) & 1;
+    if (folded && first >= end) {  // the other warpgroup sees these keys
+      wait(full + k_slot * 8, parity);
+      if (lane == 0) arrive(empty + k_slot * 8);
+      wait(full + v_slot * 8, parity);
+      if (lane == 0) arrive(empty + v_slot * 8);
+      continue;
+    }
     const bool changed = kMasked && !(known && !mask.is_set(mask.changed, j));
     float s[kKeys / 2];
     wait(full + k_slot * 8, parity);
@@ -518,13 +550,14 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   // Worked out again: it would take registers all the time.
   uint32_t index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  const AttentionUnit at_end(a, index, blocks, S::kQueries);
+  const AttentionUnit of_all(a, index, blocks, S::kQueries);
+  const AttentionUnit at_end = unit_of_group<S::kQueries>(of_all, group, folded);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float whole = total[h];
     whole += __shfl_xor_sync(0xffffffffu, whole, 1);
     whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-    const int64_t row = at_end.first + first_row + h * 8;
+    const int64_t row = at_end.first + own_row + h * 8;
     if (row >= at_end.rows) continue;
     const bool nothing = top[h] == -INFINITY && whole == 0.0f;
     const float share = nothing ? 0.0f : 1.0f / whole;
@@ -555,7 +588,15 @@ template <class T, int kDim>
 int32_t launch(const AttentionArgs &a, bool paired, cudaStream_t stream) {
   using S = Shape<kDim>;
   const auto kernel = a.mask ? attention_hopper_kernel<T, kDim, true> : attention_hopper_kernel<T, kDim, false>;
-  return launch_attention(a, kernel, S::kQueries, S::kThreads, S::kBytes, stream, paired, mask_reads(a));
+  // Where all CTAs run at once, or nearly, the one with the most to do is what a call takes. In a longer row of
+  // them those that are done make place, and two warpgroups at the same keys are faster than one.
+  const int64_t rows = a.heads / a.kv_heads * a.most_queries;
+  const int64_t grid = (rows + S::kQueries - 1) / S::kQueries * a.kv_heads * a.batch;
+  int device = 0;
+  const bool folded = S::kGroups == 2 && a.causal && a.window <= 0 && a.mask == nullptr &&
+                      cudaGetDevice(&device) == cudaSuccess && grid <= 2 * sm_count(device);
+  return launch_attention(a, kernel, S::kQueries, S::kThreads, S::kBytes, stream, paired, mask_reads(a),
+                          folded);
 }
 
 template <class T>
