@@ -122,3 +122,32 @@ def test_masks_of_long_heads_on_hopper() -> None:
     late[1, :, 7] = False  # a query that sees nothing
     out = attention(q, k, v, mask=late)
     assert bool(out.isfinite().all()) and not bool(out[1, :, 7].any())
+
+
+@pytest.mark.parametrize("dim", [96, 128, 256])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_tiles_from_either_end_are_those_of_a_row_of_them(dim: int, groups: int) -> None:
+    """Of few tiles a CTA has one from either end of a causal call; of many, two that follow each
+    other. A row's bits are the same, and what the formula gives."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    torch.manual_seed(0)
+    for queries, keys in (
+        *((n, n) for n in (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 320, 700)),
+        *((70, 300), (300, 1300), (200, 130)),
+    ):
+        heads = 2 * groups
+        shapes = (queries, heads), (keys, 2), (keys, 2)
+        q, k, v = (
+            torch.randn(1, n, h, dim, device="cuda").bfloat16().transpose(1, 2) for n, h in shapes
+        )
+        how: dict[str, Any] = {"causal": True, "softcap": 5.0}
+        if keys < queries:
+            q = q[:, :, -keys:]  # causal calls have no more queries than keys
+        alone = attention(q, k, v, **how)
+        truth = exact(q, k, v, **how)
+        assert (alone.float() - truth).norm() <= 4e-3 * truth.norm()
+        many = 2 * 132 // 2 + 1
+        together = attention(*(t.expand(many, -1, -1, -1) for t in (q, k, v)), **how)
+        assert torch.equal(together[0], alone[0])
+        assert torch.equal(together[-1], alone[0])
