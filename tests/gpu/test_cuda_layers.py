@@ -9,6 +9,17 @@ import torch
 
 # ruff: noqa: F401
 from decoding.families import on_device
+from training.test_deferred_masks import (
+    count,
+    test_a_layer_that_runs_as_it_is_is_given_the_mask,
+    test_a_window_alone,
+    test_checkpoints,
+    test_more_sequences_than_are_computed_in_turn,
+    test_none_is_made,
+    test_other_arguments_are_the_models_own,
+    test_whatever_reads_it_reads_the_mask,
+    test_who_is_given_what_a_layer_is_given_sees_the_mask,
+)
 from training.test_layers import (
     assert_equal,
     batch,
