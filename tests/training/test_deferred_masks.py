@@ -13,7 +13,7 @@ import transformers
 from decoding.families import device
 from expect import assert_same_dicts, snapshot
 from torch import Tensor
-from training.test_layers import assert_equal, batch, build, gradients
+from training.test_layers import assert_equal, batch, build, gradients, lora
 
 import hfpatch
 from hfpatch.training import masked_body
@@ -293,6 +293,15 @@ def test_positions_that_are_not_counted_from_zero(count: Count) -> None:
     theirs = gradients(model, **inputs)
     patched(model)
     assert_equal(gradients(model, **inputs), theirs)
+    assert (count.given, count.made) == (1, 0)
+
+
+def test_under_adapters(count: Count) -> None:
+    model = lora(build(), target_modules=["q_proj", "down_proj"])
+    theirs = gradients(model, **packed())
+    report = hfpatch.apply(model, mode="training")
+    assert [s.path for s in report.swaps if s.op == OP] == ["base_model.model.model"]
+    assert_equal(gradients(model, **packed()), theirs)
     assert (count.given, count.made) == (1, 0)
 
 
