@@ -37,6 +37,10 @@ from hfpatch.training.deferred_mask import DeferredMask
 MASK = "packed_mask"
 #: transformers' functions by name, and whether their masks have a window.
 _FUNCTIONS = {"create_causal_mask": False, "create_sliding_window_causal_mask": True}
+#: Their arguments that are given here.
+_ARGUMENTS = frozenset(
+    {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
+)
 #: Attention whose mask is bool [B, 1, S, S].
 _KIND = "sdpa"
 _DEPTH = 6  # of decorators
@@ -57,18 +61,26 @@ class Body:
     codes: tuple[types.CodeType, ...]
 
 
-def body_of(module: nn.Module) -> Body | None:
-    """None where the module's class makes no mask that is known, or in another way."""
+def body_of(module: nn.Module) -> Body | str | None:
+    """None where the module's class calls none of these functions; why not, where they, or the
+    code that calls them, are not as transformers has them."""
     chain = tuple(_chain(class_of(module).forward))
-    if not chain:
+    config = getattr(module, "config", None)
+    if not chain or config is None:
         return None
     own = chain[-1]
-    names = tuple(n for n in _FUNCTIONS if n in own.__code__.co_names and _is_known(own, n))
-    config = getattr(module, "config", None)
-    if not names or config is None or not takes_others(own.__code__):
+    names = tuple(n for n in _FUNCTIONS if n in own.__code__.co_names)
+    if not names:
         return None
-    if not all(_is_as_said(_maker(n), slides=_FUNCTIONS[n], config=config) for n in names):
-        return None
+    if not takes_others(own.__code__):
+        return "its masks are made before its layers: its code uses its globals as a whole"
+    for name in names:
+        if not _is_known(own, name):
+            return f"its masks are made before its layers: `{name}` is not transformers' own"
+        if not set(inspect.signature(_maker(name)).parameters) >= _ARGUMENTS:
+            return f"its masks are made before its layers: `{name}` takes other arguments here"
+        if not _is_as_said(_maker(name), slides=_FUNCTIONS[name], config=config):
+            return f"its masks are made before its layers: those of `{name}` say something else"
     return Body(chain, names, tuple(f.__code__ for f in chain))
 
 
@@ -112,11 +124,7 @@ def _maker(name: str) -> Any:
 
 def _is_known(function: types.FunctionType, name: str) -> bool:
     found = function.__globals__.get(name)
-    if not isinstance(found, types.FunctionType) or found is not _maker(name) or not is_own(found):
-        return False
-    return {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"} <= set(
-        inspect.signature(found).parameters
-    )
+    return isinstance(found, types.FunctionType) and found is _maker(name) and is_own(found)
 
 
 # --- what a function makes ------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def offer(
                 )
             layers = list(_layers(path, model, settings))
             prepared += layers
-            prepared += _bodies(path, model, layers, settings)
+            for found in _bodies(path, model, layers, settings):
+                (skips if isinstance(found, Skip) else prepared).append(found)  # type: ignore[arg-type]
         except Unexplained as e:
             if settings.include is None or matches(settings.include, path, name):
                 skips.append(Skip(path, name, "unexplained", _SKIPPED + str(e)))
@@ -187,7 +188,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
 
 def _bodies(
     path: str, model: Any, layers: Sequence[Prepared], settings: Settings
-) -> Iterator[Prepared]:
+) -> Iterator[Prepared | Skip]:
     """The modules that make the masks of layers that are swapped, where these can be made later."""
     ours = {id(p.module): p.swap.devices for p in layers}
     above: dict[str, tuple[list[str], tuple[str, ...]]] = {}
@@ -206,7 +207,14 @@ def _bodies(
         if matches(settings.exclude, where, class_name):
             settings.left_out.add(where)
             continue
-        if swap.foreign_forward(module) is not None or (body := body_of(module)) is None:
+        body = body_of(module)
+        if body is None:
+            continue
+        if (why := swap.foreign_forward(module)) is not None:
+            yield Skip(where, class_name, "foreign", why)
+            continue
+        if isinstance(body, str):
+            yield Skip(where, class_name, "mismatch", body)
             continue
         entry = Swap(
             where, class_name, MASK, "masks of several sequences in a row, made when they are read",

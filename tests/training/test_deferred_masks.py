@@ -335,6 +335,18 @@ def test_positions_of_another_dtype_are_the_models_own(count: Count) -> None:
     assert count.given == 0
 
 
+def test_a_forward_that_stands_on_the_body_stays(count: Count) -> None:
+    model = build()
+    own = model.model.forward
+    model.model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    theirs = gradients(model, **packed())
+    report = hfpatch.apply(model, mode="training")
+    (skip,) = [s for s in report.skips if s.path == "model"]
+    assert skip.kind == "foreign" and not [s for s in report.swaps if s.op == OP]
+    assert_equal(gradients(model, **packed()), theirs)
+    assert count.given == 0
+
+
 def test_the_forwards_signature_stays() -> None:
     model = build()
     before = inspect.signature(model.model.forward)
@@ -360,7 +372,10 @@ def test_a_function_that_somebody_has_put_there(
         there.setattr(modeling_llama, "create_causal_mask", other)
         assert_equal(gradients(model, **packed()), theirs)
         assert calls == [1] and count.given == 0
-        assert not [s for s in hfpatch.apply(model, mode="training").swaps if s.op == OP]
+        report = hfpatch.apply(model, mode="training")
+        assert not [s for s in report.swaps if s.op == OP]
+        (skip,) = [s for s in report.skips if s.path == "model"]
+        assert skip.kind == "mismatch" and "not transformers' own" in skip.reason
     calls.clear()
     patched(model)
     assert_equal(gradients(model, **packed()), theirs)
@@ -377,9 +392,10 @@ def test_masks_that_say_more_are_found_at_apply(monkeypatch: pytest.MonkeyPatch)
         return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 6)
 
     monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", fewer)
-    assert masked_body.body_of(build().model) is None
+    found = masked_body.body_of(build().model)
+    assert isinstance(found, str) and "say something else" in found
     monkeypatch.undo()
-    assert masked_body.body_of(build().model) is not None
+    assert isinstance(masked_body.body_of(build().model), masked_body.Body)
 
 
 def test_the_model_is_given_back(count: Count) -> None:
@@ -419,7 +435,7 @@ def _given(window: int | None = None) -> tuple[Any, Tensor]:
     """A mask that is put off, and the same made."""
     model = build() if window is None else build("Mistral", sliding_window=window)
     body = masked_body.body_of(model.model)
-    assert body is not None
+    assert isinstance(body, masked_body.Body)
     maker = masked_body._Maker(body.chain[-1], body.names[-1])
     arguments = {
         "config": model.config, "inputs_embeds": torch.zeros(2, 13, 8, device=device()),
