@@ -115,6 +115,13 @@ def _source_of_table(node: Node) -> Node | None:
         if target is aten.cat.default and len(set(args[0])) == 1:  # type: ignore[arg-type]
             return None
         by_number = target in _BY_NUMBER and not _is_wide(args[1])
+        if (
+            target is aten.transpose.int
+            and value(node).dim() - 1 not in args[1:]
+            and -1 not in args
+        ):
+            node = args[0]  # type: ignore[assignment]
+            continue
         if not (by_number or target in _BY_ELEMENT or target is aten.expand.default):
             return node
         node = args[0]  # type: ignore[assignment]

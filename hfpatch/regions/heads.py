@@ -41,7 +41,8 @@ class Rope(NamedTuple):
     """What a piece of a graph computes: `rope(base, cos, sin, …)`.
 
     `sin`: None where `cos` is one complex table. `halves`: of the tables the first half of the
-    columns, which hold each angle once.
+    columns, which hold each angle once. `turned`: tables of 4 dimensions have heads and tokens the
+    other way around than what the op is given.
     """
 
     base: Node
@@ -51,6 +52,7 @@ class Rope(NamedTuple):
     rotary_dim: int
     rounds: bool
     halves: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def _head(out: Node) -> _Head | None:
         turns += more
         if turns % 2 == 0:  # lies as [B, H, S, D]: the op walks it so
             node = found.base if more % 2 else node
+        elif more % 2:
+            found = found._replace(turned=value(found.cos).dim() == 4)
     norm, across = None, False
     if is_rms_norm(node):
         norm, x = node.target, node.args[0]
@@ -237,6 +241,17 @@ def _fuse_one(graph: Graph, head: _Head) -> str:
 
 def tables_of(graph: Graph, found: Rope) -> tuple[Node, Node]:
     """What the op is given as tables."""
+    made = _tables(graph, found)
+    if not found.turned:
+        return made
+    cos, sin = (graph.call_function(aten.transpose.int, (t, 1, 2)) for t in made)
+    for turned, table in ((cos, made[0]), (sin, made[1])):
+        if is_tensor(table):
+            turned.meta = {"val": value(table).transpose(1, 2)}
+    return cos, sin
+
+
+def _tables(graph: Graph, found: Rope) -> tuple[Node, Node]:
     if found.sin is None:
         made = [graph.call_function(Table(part=p), (found.cos,)) for p in ("real", "imag")]
         return made[0], made[1]

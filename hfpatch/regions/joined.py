@@ -184,7 +184,7 @@ def _tables(graph: Graph, rope: Rope | None) -> tuple[Any, Any]:
 
 
 def product_of_parts(node: Node) -> str | None:
-    """A layer of tensors that were put together column by column, without the copy."""
+    """A layer of [B, S, …] tensors that were put together column by column, without the copy."""
     if not isinstance(node.target, Project) or len(node.target.paths) != 1:
         return None
     whole: Any = node.args[0]
@@ -193,7 +193,7 @@ def product_of_parts(node: Node) -> str | None:
     parts: Sequence[Node] = whole.args[0]
     last = value(whole).dim() - 1
     dim = whole.args[1] if len(whole.args) > 1 else 0
-    if dim not in (-1, last) or len(parts) != 2:
+    if dim not in (-1, last) or last != 2 or len(parts) != 2:
         return None
     if any(value(p).dtype != value(whole).dtype for p in parts):
         return None
