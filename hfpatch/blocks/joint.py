@@ -19,7 +19,8 @@ from torch import nn
 
 from hfpatch.blocks.attention import attention
 from hfpatch.blocks.base import BlockSubject
-from hfpatch.blocks.memo import StepMemo, for_a_graph
+from hfpatch.blocks.masks import kept_keys, may_look
+from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import check_pairs
 from hfpatch.blocks.projections import (
     feed_forward,
@@ -236,7 +237,7 @@ class MaskedAttention:
     """
 
     def __init__(self, attend: Callable[..., Tensor] | None = None) -> None:
-        self._kept = StepMemo(_kept)
+        self._kept = StepMemo(kept_keys)
         self._attend = attend
 
     def __call__(
@@ -248,9 +249,7 @@ class MaskedAttention:
             mask is not None
             and mask.dtype == torch.bool
             and mask.shape[1:3] == (1, 1)
-            # neither may wait for the GPU here, nor once per block
-            and not mask.is_inference()
-            and not (mask.is_cuda and (for_a_graph() or torch.cuda.is_current_stream_capturing()))
+            and may_look(mask)
         ):
             kept = self._kept(mask)
             if len(kept) == 1:
@@ -261,28 +260,6 @@ class MaskedAttention:
                     [attend(a, b[:, n], c[:, n], None, backend=backend) for a, b, c, n in samples]
                 )
         return attend(q, k, v, mask, backend=backend)
-
-
-#: Samples that may attend one by one: one launch each, and a copy.
-_MAX_ALONE = 4
-
-
-def _kept(mask: Tensor) -> list[slice | Tensor]:
-    """The keys that all samples attend to; of each sample, if they differ; [] to use the mask."""
-    rows = mask.flatten(1)
-    if rows.shape[0] > 1 and bool((rows == rows[:1]).all()):
-        rows = rows[:1]
-    if rows.shape[0] > _MAX_ALONE:
-        return []
-    kept: list[slice | Tensor] = []
-    for row in rows:
-        index = row.nonzero().flatten()
-        count = index.shape[0]
-        if count == 0:  # attention to nothing is what the mask's kernel makes of it
-            return []
-        # padding at the end is the common case, and needs no copy of the rest
-        kept.append(slice(count) if int(index[-1]) == count - 1 else index)
-    return kept
 
 
 def compact(cos: Tensor, sin: Tensor) -> Tables:

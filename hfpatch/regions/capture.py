@@ -254,15 +254,19 @@ def _what_varies(
     angles. Code reads how many there are, to rotate as many columns of a head."""
     if not tensor.is_floating_point() or not 2 <= tensor.dim() <= 4:
         return None
-    if tensor.dim() == 4:  # [1, S, 1, W], of all heads; another one is a mask, or an image
+    of_heads = False
+    if tensor.dim() == 4:  # [1, S, 1, W], of all heads, or [B, H, S, W]; else a mask, or an image
         tokens = {t.shape[1] for t in tensors if t.dim() == 3 and t.shape[1] > 1}
-        if tensor.shape[2] != 1 or tensor.shape[1] not in tokens:
+        of_heads = tensor.shape[2] in tokens
+        if not of_heads and (tensor.shape[2] != 1 or tensor.shape[1] not in tokens):
             return None
     held = {t.shape[-2] for t in tensors if t.dim() == 4} | {0}  # tokens of a cache
     if any(tensor.shape[-1] - n in t.shape[:-1] for t in tensors for n in held):
         return None  # a mask, whose columns are keys
     last = tensor.dim() - 1
     sizes = [DimDynamic.DUCK] * last + [DimDynamic.STATIC]
+    if of_heads:  # code divides the columns of its input by it
+        sizes[1] = DimDynamic.STATIC
     return StatelessSymbolicContext(dynamic_sizes=sizes)
 
 

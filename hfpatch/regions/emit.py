@@ -19,6 +19,7 @@ from hfpatch.blocks.parts import Constant as Vector
 from hfpatch.blocks.projections import gelu_product, is_plain, project
 from hfpatch.regions.caches import update, update_cross, update_self
 from hfpatch.regions.functional import LAST
+from hfpatch.regions.kept_keys import Keys, attend_to, masks_of_keys
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -37,6 +38,7 @@ from hfpatch.regions.nodes import (
     is_tensor,
     value,
 )
+from hfpatch.regions.shared import Shared, shared_values, take_sizes_from_arguments
 from hfpatch.regions.structure import CACHE, TENSOR, Structure
 
 aten: Any = torch.ops.aten
@@ -79,6 +81,7 @@ def emit(graph: Graph, block: nn.Module, result: Structure, bind: Bind) -> tuple
         result: what the function returns.
         bind: a callable of an op's tensors.
     """
+    take_sizes_from_arguments(graph)
     return _Writer(graph, block, result, bind).write()
 
 
@@ -89,6 +92,7 @@ class _Writer:
         self._names: dict[Node, str] = {}
         self._globals: dict[str, Any] = {
             "attention": attention,
+            "attend_to": attend_to,
             "project": project,
             "linear": linear,
             "linear_gelu": linear_gelu,
@@ -100,32 +104,82 @@ class _Writer:
             "update_cross": update_cross,
         }
         self._bound: dict[Any, str] = {}
+        self._shared = shared_values(graph)
+        # on transformers' masks, which are made anew for each call, the host would wait
+        of_diffusers = type(block).__module__.startswith("diffusers.")
+        self._masks = masks_of_keys(graph) if of_diffusers else {}
         self._last: dict[Node, Node] = {}  # who uses each last
         self._places: dict[str, str] = {"": "block"}
+        self._functions: list[str] = []  # of values that blocks share
         self._head: list[str] = []
         self._body: list[str] = []
 
     def write(self) -> tuple[Run, str]:
-        last = self._last
-        for node in self._graph.nodes:
-            for used in node.all_input_nodes:
+        last, wanted = self._last, self._wanted()
+        for node in wanted:
+            for used in self._inputs(node):
                 last[used] = node
-        for node in self._graph.nodes:
+        for node in wanted:
             if node.op == "placeholder":
                 self._names[node] = self._new("a")
             elif node.op == "output":
                 self._body.append(f"return {self._returned(node)}")
+            elif node in self._shared:
+                self._share(node)
             else:
                 self._statement(node)
                 self._forget(node, last)
         inputs = ", ".join(
-            self._names[n] if n.users else "_" for n in self._graph.nodes if n.op == "placeholder"
+            self._names[n] if n in last else "_" for n in wanted if n.op == "placeholder"
         )
         lines = [f"({inputs},) = tensors" if inputs else "", *self._head, *self._body]
         text = "def run(block, tensors, cache):\n" + "".join(f"    {s}\n" for s in lines if s)
+        return self._compiled("run", text), "\n".join([*self._functions, text])
+
+    def _compiled(self, name: str, text: str) -> Any:
         scope = dict(self._globals)
         exec(compile(text, "<hfpatch block>", "exec"), scope)
-        return scope["run"], text
+        return scope[name]
+
+    def _inputs(self, node: Node) -> list[Node]:
+        """What a node's statement reads."""
+        if node in self._shared:
+            return [n for n in self._shared[node] if n.op == "placeholder"]
+        return node.all_input_nodes
+
+    def _wanted(self) -> list[Node]:
+        """The nodes that statements of their own are made of, and all placeholders."""
+        left = [n for n in self._graph.nodes if n.op in ("placeholder", "output")]
+        found = set(left)
+        while left:
+            new = [n for n in self._inputs(left.pop()) if n not in found]
+            found.update(new)
+            left += new
+        return [n for n in self._graph.nodes if n in found]
+
+    def _share(self, node: Node) -> None:
+        """The statement of a value that other blocks may have computed."""
+        call = self._function("shared", self._shared[node], Shared)
+        self._names[node] = self._new("v")
+        self._body.append(f"{self._names[node]} = {call}")
+
+    def _function(self, name: str, made: list[Node], kind: Callable[..., Any]) -> str:
+        """A call of what `kind` makes of a function of some arguments, whose last node of `made` is
+        its result."""
+        given = [n for n in made if n.op == "placeholder"]
+        names, body = self._names, self._body
+        self._names, self._body = {n: f"a{i}" for i, n in enumerate(given)}, []
+        for node in made:
+            if node.op != "placeholder":
+                self._statement(node)
+        arguments, lines = ", ".join(self._names[n] for n in given), self._body
+        lines.append(f"return {self._names[made[-1]]}")
+        self._names, self._body = names, body
+        name = f"{name}_{len(self._functions)}"
+        text = f"def {name}({arguments}):\n" + "".join(f"    {s}\n" for s in lines)
+        self._functions.append(text)
+        self._globals[name] = kind(self._compiled(name, text))
+        return f"{name}({', '.join(names[n] for n in given)})"
 
     def _new(self, letter: str) -> str:
         return f"{letter}{len(self._names)}"
@@ -235,6 +289,9 @@ class _Writer:
             how["softcap"] = target.softcap
             wanted = [f"{n}={h}" for n, h in how.items() if h not in (None, "None", False)]
             call = f"attention({', '.join([q, k, v, *wanted])})"
+            if (made := self._masks.get(node.args[3])) is not None:  # type: ignore[call-overload]
+                keys = self._function("keys", made, Keys)
+                call = f"attend_to({keys}, {', '.join([q, k, v, mask])}, {target.scale!r})"
         elif isinstance(target, (Fused, Filled, Table)):
             call = f"{self._bound_name(target, 'k')}({', '.join(given)})"
         else:

@@ -38,6 +38,23 @@ class _Places:
             self.is_behind(u, at) for n in before if n is not x for u in n.users
         )
 
+    def may_renew(self, x: Node, views: list[Node], at: int) -> bool:
+        """The same of a view, by `views`, of a tensor of which there are other views that can be
+        made again, of what is there after the write."""
+        if not views or not _makes_own(base := _under(views)):
+            return False
+        sharing = [n for storage in _memory(x) for n in self._sharing[storage]]
+        read = [n for n in sharing if self.order[n] < at and self._is_read(n, at)]
+        return all(_made_by_views(n, base) for n in read)
+
+    def to_renew(self, base: Node, at: int) -> list[Node]:
+        """What is read behind a write to a tensor: that tensor and views of it, in their order."""
+        sharing = [n for storage in _memory(base) for n in self._sharing[storage]]
+        return [n for n in dict.fromkeys(sharing) if self.order[n] < at and self._is_read(n, at)]
+
+    def _is_read(self, node: Node, at: int) -> bool:
+        return any(self.is_behind(u, at) for u in node.users)
+
     def is_behind(self, node: Node, at: int) -> bool:
         return self.order.get(node, -1) > at
 
@@ -46,8 +63,9 @@ def without_writes(graph: Graph) -> None:
     """Replace `x.add_(y)` by `x + y`, and `x` by it from there on.
 
     That is right where `x` is a tensor of its own, made by an operator of the graph, and where no
-    view of it that was made before is used after. The same of `x[..., a:b] = y`. Any other write
-    stays, and is refused.
+    view of it that was made before is used after. The same of `x[..., a:b] = y`. Where there are
+    such views, by operators that are known, they are made again of what is there then: so writes
+    through one of several views are replaced too. Any other write stays, and is refused.
     """
     places = _Places(graph)
     for node in list(graph.nodes):
@@ -58,7 +76,11 @@ def without_writes(graph: Graph) -> None:
         if pure is None:
             continue
         x, at = node.args[0], places.order[node]
-        if not isinstance(x, Node) or not places.may_write(x, at):
+        if not isinstance(x, Node):
+            continue
+        alone = places.may_write(x, at)
+        views = [] if alone else _views_written(x)
+        if not alone and not places.may_renew(x, views, at):
             continue
         with graph.inserting_before(node):
             new = graph.call_function(pure, node.args, node.kwargs)
@@ -67,6 +89,11 @@ def without_writes(graph: Graph) -> None:
                 new.meta = {"val": value(node).to(wide)}
                 new = _as(graph, new, value(node).dtype)
         new.meta = dict(node.meta)
+        if not alone:
+            new.meta["val"] = value(x).clone()  # what is written is memory of its own
+            _renew(graph, node, views, new, places)
+            graph.erase_node(node)
+            continue
         places.add(new, at)
         node.replace_all_uses_with(new)
         for user in list(x.users):
@@ -79,6 +106,83 @@ _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
+#: Of one tensor, which a view of another one is made by.
+_VIEWS = frozenset(
+    {
+        *(*_SCATTERS, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim),
+        *(aten.transpose.int, aten.t.default, aten.permute.default, aten.alias.default),
+    }
+)
+
+
+def _views_written(x: Node) -> list[Node]:
+    """The slices and selections that a view is made by, the last one first."""
+    views: list[Node] = []
+    node: Any = x
+    while isinstance(node, Node) and node.target in _SCATTERS:
+        if not is_whole_slice(node):
+            views.append(node)
+        node = node.args[0]
+    return views
+
+
+def _under(views: list[Node]) -> Node:
+    """The tensor that these are views of."""
+    node: Any = views[-1].args[0]
+    while is_whole_slice(node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
+def _made_by_views(node: Any, base: Node) -> bool:
+    while node is not base:
+        if not isinstance(node, Node) or node.target not in _VIEWS:
+            return False
+        node = node.args[0]
+    return True
+
+
+def _is_one_slice(views: list[Node]) -> bool:
+    return len(views) == 1 and views[0].target is aten.slice.Tensor
+
+
+def _scattered(graph: Graph, views: list[Node], made: Node) -> Node:
+    """The whole of a tensor with `made` in the place of a view of it."""
+    for view in views:
+        below: Any = view.args[0]
+        target = _SCATTERS[view.target]  # type: ignore[index]
+        made = graph.call_function(target, (below, made, *view.args[1:]))
+        made.meta = dict(below.meta)
+    return made
+
+
+def _renew(graph: Graph, write: Node, views: list[Node], made: Node, places: _Places) -> None:
+    """Replace a tensor by one with `made` in the place of a view of it, and views of it that are
+    read behind the write, its own result among them, by views of that."""
+    at, base = places.order[write], _under(views)
+    renewed: dict[Any, Node] = {}
+
+    def renew(node: Any) -> Node:
+        if node not in renewed:
+            new = graph.call_function(node.target, (renew(node.args[0]), *node.args[1:]))
+            new.meta = dict(node.meta)
+            places.add(new, at)
+            renewed[node] = new
+        return renewed[node]
+
+    read = places.to_renew(base, at)
+    with graph.inserting_before(write):
+        renewed[base] = _scattered(graph, views, made)
+        renewed[base].meta["in_place"] = _is_one_slice(views)
+        places.add(renewed[base], at)
+        for node in read:
+            renew(node)
+        if write.users:
+            write.replace_all_uses_with(renew(write.args[0]))
+    for node in read:
+        for user in list(node.users):
+            if places.is_behind(user, at):
+                user.replace_input_with(node, renewed[node])
 
 
 def _scatter(graph: Graph, write: Node, places: _Places) -> None:
@@ -87,29 +191,27 @@ def _scatter(graph: Graph, write: Node, places: _Places) -> None:
     Not where sizes are the same by arithmetic alone: loops over chunks write so (Kimi Linear), and
     their blocks gain nothing for a capture of half a minute."""
     at = places.order[write]
-    views: list[Node] = []
-    x: Any = write.args[0]
-    while isinstance(x, Node) and x.target in _SCATTERS:
-        if not is_whole_slice(x):
-            views.append(x)
-        x = x.args[0]
+    views = _views_written(write.args[0])  # type: ignore[arg-type]
     source: Any = write.args[1]
-    if not views or not isinstance(x, Node) or not isinstance(source, Node):
+    if not views or not isinstance(source, Node):
         return
-    if not (is_tensor(views[0]) and is_tensor(source) and same_sizes(views[0], source)):
+    x = _under(views)
+    if not isinstance(x, Node) or not is_tensor(source) or not same_sizes(views[0], source):
         return
     if not places.may_write(x, at):
+        if not places.may_renew(x, views, at):
+            return
+        with graph.inserting_before(write):
+            made = _as(graph, source, value(x).dtype)
+        _renew(graph, write, views, made, places)
+        graph.erase_node(write)
         return
     with graph.inserting_before(write):
         made = _as(graph, source, value(x).dtype)
         write.replace_all_uses_with(made)
-        for view in views:
-            below: Any = view.args[0]
-            target = _SCATTERS[view.target]  # type: ignore[index]
-            made = graph.call_function(target, (below, made, *view.args[1:]))
-            made.meta = dict(below.meta)
+        made = _scattered(graph, views, made)
     # nobody reads what was there before: the fused code may write in place, as the original does
-    made.meta["in_place"] = len(views) == 1 and views[0].target is aten.slice.Tensor
+    made.meta["in_place"] = _is_one_slice(views)
     places.add(made, at)
     for user in list(x.users):
         if places.is_behind(user, at):
@@ -138,9 +240,9 @@ def _as(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def in_known_forms(graph: Graph) -> None:
-    """Forms that the rules know: a cast by its dtype; one slice of a table for all that take it; a
-    slice for an index that is a list of one number; a stack in place of a tensor whose even and odd
-    columns are written."""
+    """Forms that the rules know: a cast by its dtype; one name of `transpose`; no times 1; no
+    `-y` in `addcmul`; one slice of a table for all that take it; a slice for an index that is a
+    list of one number; a stack in place of a tensor whose even and odd columns are written."""
     slices: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):
         if node.target is aten.type_as.default and not node.kwargs:
@@ -148,6 +250,13 @@ def in_known_forms(graph: Graph) -> None:
                 cast = _as(graph, node.args[0], value(node).dtype)  # type: ignore[arg-type]
             node.replace_all_uses_with(cast)
             graph.erase_node(node)
+        elif _is_by_one(node) and not any(n.meta.get("in_place") for n in graph.nodes):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _EXCHANGES and not node.kwargs:
+            node.target = aten.transpose.int
+        elif node.target is aten.addcmul.default and not node.kwargs:
+            _less_negated(node)
         elif node.target is aten.slice.Tensor and node.args[0].op == "placeholder":  # type: ignore[union-attr]
             first = slices.setdefault(tuple(node.args), node)
             if first is not node:
@@ -157,6 +266,29 @@ def in_known_forms(graph: Graph) -> None:
             _as_stack(graph, node)
         elif node.target is aten.index.Tensor:
             _as_slice(graph, node)
+
+
+def _is_by_one(node: Node) -> bool:
+    """Whether it divides or multiplies a tensor of the graph's own by the number 1, as attention of
+    diffusers does by its `rescale_output_factor`."""
+    if node.target not in (aten.div.Tensor, aten.mul.Tensor) or node.kwargs:
+        return False
+    x, one = node.args
+    own = isinstance(x, Node) and is_tensor(x) and x.op != "placeholder"
+    return own and type(one) in (int, float) and one == 1 and value(x).dtype == value(node).dtype
+
+
+def _less_negated(node: Node) -> None:
+    """`addcmul(x, -y, z)` as `addcmul(x, y, z, value=-1)`: the same numbers."""
+    x, *factors = node.args
+    negated = [n for n in factors if isinstance(n, Node) and n.target is aten.neg.default]
+    if len(negated) == 1:
+        plain = [n.args[0] if n is negated[0] else n for n in factors]  # type: ignore[union-attr]
+        node.args, node.kwargs = (x, *plain), {"value": -1}
+
+
+#: Other names of `transpose`.
+_EXCHANGES = (aten.swapaxes.default, aten.swapdims.default)
 
 
 def _as_slice(graph: Graph, node: Node) -> None:

@@ -113,11 +113,11 @@ def offer(
     seen: set[int] = set()
     for prefix, root in roots:
         for path, group in _lists(root):
-            for i, block in enumerate(group):
+            for place, block in group:
                 if id(block) in seen or id(block) in taken or _inside(block, blocks):
                     continue
                 seen.add(id(block))
-                where = ".".join(filter(None, (prefix, path, str(i))))
+                where = ".".join(filter(None, (prefix, path, place)))
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings, devices):
                     continue
@@ -149,10 +149,11 @@ def _inside(block: nn.Module, blocks: set[int]) -> bool:
     return any(id(m) in blocks for m in block.modules())
 
 
-def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """The innermost lists of blocks: of modules that have norms and several layers each. A list of
-    several classes inside of a block is its parts, not blocks, and so is one that has less than
-    half of a block's layers."""
+def _lists(root: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """The innermost lists of blocks, by their names: of modules that have norms and several layers
+    each. A list of several classes inside of a block is its parts, not blocks, and so is one that
+    has less than half of a block's layers."""
+    names = {path: list(m._modules) for path, m in root.named_modules()}
     lists = {
         path: list(m)
         for path, m in root.named_modules()
@@ -171,14 +172,19 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
         if not any(
             other != path and other.startswith(f"{path}." if path else "") for other in lists
         ):
-            yield path, blocks
+            yield path, list(zip(names[path], blocks, strict=True))
 
 
 def _layers_of(modules: Sequence[nn.Module]) -> set[int]:
-    return {
-        id(m) for held in modules for m in held.modules()
-        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
-    }  # fmt: skip
+    return {id(m) for held in modules for m in held.modules() if _is_layer(m)}
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is a linear layer, a quantizer's own among them."""
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return True
+    sizes = (module.__dict__.get(n) for n in ("in_features", "out_features"))
+    return all(type(size) is int for size in sizes)
 
 
 def _is_block(module: nn.Module | None) -> bool:

@@ -84,7 +84,6 @@ def idle(node: Node) -> None:
         or (target is aten.to.other and same)
         or (target in (aten.expand.default, aten.view.default, aten.reshape.default)
             and same_sizes(x, node))
-        or (target in (aten.mul.Tensor, aten.div.Tensor) and same and is_one(node.args[1]))
         or (target is aten.slice.Tensor and is_whole_slice(node))
     ):  # fmt: skip
         node.replace_all_uses_with(x)
@@ -114,11 +113,6 @@ def sizes(graph: Graph, _: frozenset[str]) -> Iterator[str]:
         replace_by(node, read)
         first = read if node is first else first
     yield from ()
-
-
-def is_one(held: Any) -> bool:
-    """Whether an argument is the number 1."""
-    return type(held) in (int, float) and held == 1
 
 
 def attention(node: Node) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from hfpatch.regions import kind as kind_module
 from hfpatch.regions import offer
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
+from hfpatch.regions.emit import emit
 from hfpatch.regions.interpret import Interpreter
 from hfpatch.regions.nodes import Constant, Project
 from hfpatch.regions.offer import forget
@@ -543,6 +545,14 @@ def test_a_class_that_is_not_the_library_s_is_no_candidate() -> None:
     ]
 
 
+def test_blocks_of_a_sequence_go_by_their_names() -> None:
+    model, _ = build("bert")
+    first, second = model.encoder.layer[:2]
+    named = nn.Sequential(OrderedDict(entry=first, exit=second))
+    planned = hfpatch.plan(named, blocks=True, include="exit")
+    assert [c.path for c in planned.candidates] == ["exit"]
+
+
 def test_plan_does_not_run_or_write() -> None:
     model, _ = build("bert")
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -594,11 +604,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x, c: (x[:, 1:].copy_(x[:, :-1]), x)[1],
         "writes to a tensor",
     ),
-    "another view is read behind the write": (
-        lambda m, x, c: (y := m.lin(x), z := y.t(), y[:, :2].copy_(x[:, :2]), z)[3],
+    "a view by an operator that is not known is read behind the write": (
+        lambda m, x, c: (y := m.lin(x), z := torch.einsum("ij->ji", y), y[0].mul_(2), z)[3],
         "writes",
     ),
-    "writes through a view": (lambda m, x, c: (y := m.lin(x), y[0].mul_(2), y)[2], "writes"),
+    "a view of its input": (
+        lambda m, x, c: (z := x[:1], z[:, 2:].mul_(2), m.lin(x))[2],
+        "writes",
+    ),
     **{
         f"writes its input, which `{name}` gave back": (code, "writes to a tensor")
         for name, code in {
@@ -708,6 +721,67 @@ def test_a_list_as_an_index_is_a_constant() -> None:
         _Toy.forward = own  # type: ignore[method-assign]
     held = [n.target.tensor for n in found.graph.nodes if isinstance(n.target, Constant)]
     assert sorted(t.tolist() for t in held) == [[1.0, 2.0], [2, 0]]
+
+
+def _split(m: Any, x: Any, c: Any) -> Any:
+    """RoPE by halves, as LTX-2 writes it: both views are there before the first write."""
+    parts = m.lin(x).reshape(2, 2, 2)
+    first, second = parts[..., :1, :], parts[..., 1:, :]
+    out = parts * x[:, None, :2]
+    one, two = out[..., :1, :], out[..., 1:, :]
+    one.addcmul_(-x[:, None, 2:], second)
+    two.addcmul_(x[:, None, 2:], first)
+    return out.reshape(2, 4)
+
+
+def _overlapping(m: Any, x: Any, c: Any) -> Any:
+    y = m.lin(x)
+    left, right = y[:, :3], y[:, 1:]
+    left.mul_(2)
+    before = right * 1.0
+    right += left * 3
+    left.copy_(x[:, :3])
+    return before + right + left * y[:, :3]
+
+
+def _views_of_views(m: Any, x: Any, c: Any) -> Any:
+    y = m.lin(x)
+    turned = y.t().unsqueeze(0)
+    row, rest = y[0], y[1:]
+    result = row.mul_(3)
+    rest[:, 1:].sub_(x[1:, 1:])
+    return turned.squeeze(0).t() + result + rest
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda m, x, c: (y := m.lin(x), y[0].mul_(2), y)[2],
+        lambda m, x, c: (y := m.lin(x), z := y.t(), y[:, :2].copy_(x[:, :2]), z * 1)[3],
+        lambda m, x, c: (y := m.lin(x), z := y[:, 1:], z.mul_(2), z.add_(x[:, 1:]), y * 1)[4],
+        _split,
+        _overlapping,
+        _views_of_views,
+    ],
+)
+def test_writes_through_views_of_which_there_are_several(code: Callable[..., Any]) -> None:
+    own = _Toy.forward
+    try:
+        found = _captured(code)
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    found.graph.lint()
+    toy, x = _Toy(code), torch.randn(2, 4)
+    expected = code(toy, x.clone(), None)
+    (out,) = Interpreter(toy, None).run(found.graph, [x])
+    run, source = emit(found.graph, toy, found.result, lambda op, params: None)
+    given = x.clone()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(run(toy, [given], None), expected)
+    assert torch.equal(given, x)
+    assert not any("_." in str(n.target) for n in found.graph.nodes)
+    rows = any("select" in str(n.target) for n in found.graph.nodes)
+    assert rows or "into(" in source, "a slice is written in place, as in the original"
 
 
 def test_writes_to_slices_of_a_tensor_of_its_own() -> None:
