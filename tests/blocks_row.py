@@ -22,7 +22,8 @@ class Row:
     call by name, the first of them the usual one; `fp32_parts` are kept in fp32 in half precision;
     `aside` names modules whose hooks must fire, so that the block steps aside; `linear` is the path
     of a projection, if it has any; `inside` is a module that a fused forward never calls;
-    `handed_back` are calls that the original must take; `waits`: it waits for the GPU.
+    `handed_back` are calls that the original must take; `waits`: it waits for the GPU; `captured`:
+    its class's file is out of reach (support/captured.py).
     """
 
     make: Callable[[], nn.Module]
@@ -33,6 +34,7 @@ class Row:
     inside: str = "attn1"
     waits: bool = False
     handed_back: Mapping[str, MakeCall] = field(default_factory=dict)
+    captured: bool = False
 
 
 def tables(draw: Draw, *shape: int) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,15 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
+from support.captured import ALL, captured
 from torch import nn
 
 import hfpatch
 from hfpatch import swap
 from hfpatch.errors import PatchError
 from hfpatch.planning import sites
+from hfpatch.regions.kind import runs_seen
+from hfpatch.regions.offer import Mark, forget
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +104,42 @@ def test_accelerate_hooks_in_either_order(
     assert torch.equal(entry.run(model, inputs), original)
     if placement == "hooks everywhere":
         assert "_hf_hook" in model.get_submodule(next(iter(swaps))).__dict__
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("order", ["patch first", "hooks first"])
+@pytest.mark.parametrize("name", ["sana", *(("ltx", "flux", "wan", "sd15-unet") if ALL else ())])
+def test_captures_of_blocks_that_have_a_file(
+    name: str, order: str, placement: str, tmp_path: Path
+) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    original = entry.run(model, inputs)
+    forget()
+    with captured():
+        for step in ("patch", "hooks") if order == "patch first" else ("hooks", "patch"):
+            if step == "patch":
+                hfpatch.apply(model)
+            else:
+                PLACEMENTS[placement](model, tmp_path)
+        for _ in range(2):
+            assert relative_error(entry.run(model, inputs), original) < 1e-5
+        marks = [m for b in model.modules() if isinstance(m := _mark(b), Mark)]
+        with runs_seen(m.kind for m in marks) as seen:  # type: ignore[attr-defined]
+            assert relative_error(entry.run(model, inputs), original) < 1e-5
+    # hooks on layers alone, which bring weights, and on the block let it run fused
+    fused = {"model offload": True, "hooks everywhere": False}.get(placement)
+    assert fused is None or bool(seen) is fused, (seen, marks)
+    assert marks or order == "hooks first"
+    hfpatch.restore(model)
+    forget()
+    assert torch.equal(entry.run(model, inputs), original)
+
+
+def _mark(module: nn.Module) -> Any:
+    swapped = swap.swapped(module)
+    return None if swapped is None else swapped.details
 
 
 def test_a_vae_under_sequential_offload() -> None:

@@ -36,12 +36,13 @@ def kept(cases: Iterable[str], share: int) -> set[str]:
 
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark the others `exhaustive`."""
-    functions: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    """Mark the others `exhaustive`; of captures (support/captured.py) there is a share too."""
+    functions: dict[tuple[str, bool], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if not any(item.iter_markers("exhaustive")):
-            functions[item.nodeid.partition("[")[0]][item.nodeid] = item
-    for name, cases in functions.items():
+            name, _, case = item.nodeid.partition("[")
+            functions[name, ", captured" in case][item.nodeid] = item
+    for (name, _), cases in functions.items():
         share = next((n for path, n in SHARES.items() if name.startswith(path)), 1)
         left = kept(cases, share) if share > 1 else set(cases)
         for nodeid, item in cases.items():
