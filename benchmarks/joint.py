@@ -45,12 +45,14 @@ def _grid_ids(rows: int, columns: int, axes: int) -> torch.Tensor:
     return ids.reshape(-1, axes)
 
 
-def flux(batch: int = 1) -> Case:
+def flux(batch: int = 1, layers: tuple[int, int] = (19, 38)) -> Case:
     """FLUX.1-dev (12B), 1024 x 1024: 4096 image and 512 text tokens."""
     from diffusers import FluxTransformer2DModel
 
     return case(
-        lambda: FluxTransformer2DModel(guidance_embeds=True),
+        lambda: FluxTransformer2DModel(
+            num_layers=layers[0], num_single_layers=layers[1], guidance_embeds=True
+        ),
         hidden_states=randn(batch, 4096, 64),
         encoder_hidden_states=randn(batch, 512, 4096),
         pooled_projections=randn(batch, 768),
@@ -61,14 +63,14 @@ def flux(batch: int = 1) -> Case:
     )
 
 
-def flux2(batch: int = 1) -> Case:
+def flux2(batch: int = 1, layers: tuple[int, int] = (8, 48)) -> Case:
     """FLUX.2-dev (32B, all 8 + 48 blocks), 1024 x 1024: 4096 image and 512 text tokens."""
     from diffusers import Flux2Transformer2DModel
 
     text = torch.zeros(512, 4, device=DEVICE)
     text[:, 3] = torch.arange(512, device=DEVICE)
     return case(
-        Flux2Transformer2DModel,
+        lambda: Flux2Transformer2DModel(num_layers=layers[0], num_single_layers=layers[1]),
         hidden_states=randn(batch, 4096, 128),
         encoder_hidden_states=randn(batch, 512, 15360),
         timestep=torch.full((batch,), 0.5, device=DEVICE, dtype=DTYPE),
@@ -99,12 +101,12 @@ def sd35_medium(batch: int = 2) -> Case:
     )
 
 
-def qwen_image(batch: int = 1) -> Case:
+def qwen_image(batch: int = 1, layers: int = 60) -> Case:
     """Qwen-Image (20B, all 60 blocks), 1024 x 1024: 4096 image and 256 text tokens."""
     from diffusers import QwenImageTransformer2DModel
 
     return case(
-        QwenImageTransformer2DModel,
+        lambda: QwenImageTransformer2DModel(num_layers=layers),
         hidden_states=randn(batch, 4096, 64),
         encoder_hidden_states=randn(batch, 256, 3584),
         timestep=torch.full((batch,), 0.5, device=DEVICE, dtype=DTYPE),
@@ -112,7 +114,7 @@ def qwen_image(batch: int = 1) -> Case:
     )
 
 
-def hunyuan_video(frames: int = 33) -> Case:
+def hunyuan_video(frames: int = 33, layers: tuple[int, int] = (20, 40)) -> Case:
     """HunyuanVideo (13B), 33 frames of 544 x 960: 18360 image tokens, 256 text tokens with 200
     of padding."""
     from diffusers import HunyuanVideoTransformer3DModel
@@ -120,7 +122,7 @@ def hunyuan_video(frames: int = 33) -> Case:
     mask = torch.zeros(1, 256, device=DEVICE, dtype=torch.int64)
     mask[:, :56] = 1
     return case(
-        HunyuanVideoTransformer3DModel,
+        lambda: HunyuanVideoTransformer3DModel(num_layers=layers[0], num_single_layers=layers[1]),
         hidden_states=randn(1, 16, (frames - 1) // 4 + 1, 544 // 8, 960 // 8),
         timestep=torch.tensor([500], device=DEVICE),
         encoder_hidden_states=randn(1, 256, 4096),

@@ -1,4 +1,5 @@
-"""benchmarks/models.py without a GPU: every way of running a model gets as many turns."""
+"""benchmarks/models.py and written.py without a GPU: every way of running a model gets as many
+turns, and every block with a file of its own is measured beside its capture."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 
 import hfpatch
 from hfpatch.direct_calls import has_own_call
+from hfpatch.planning.families import BLOCKS, NEVER_CAPTURED
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -23,10 +25,20 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 @pytest.fixture
 def models() -> Iterator[ModuleType]:
     """benchmarks/models.py"""
-    names = ("models", "families", "joint", "single_stream")
+    yield from _imported("models")
+
+
+@pytest.fixture
+def written() -> Iterator[ModuleType]:
+    """benchmarks/written.py"""
+    yield from _imported("written")
+
+
+def _imported(name: str) -> Iterator[ModuleType]:
+    names = ("models", "written", "families", "joint", "single_stream")
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        yield importlib.import_module("models")
+        yield importlib.import_module(name)
     finally:
         sys.path.remove(str(BENCHMARKS))
         for name in names:
@@ -86,3 +98,36 @@ def test_every_way_gets_its_turns(
     assert [row[f"{name}_ms"] for name in ways] == [81.0, 80.0, 79.0, 78.0, 77.0, 76.0]
     assert all(row[f"{name}_queued_ms"] == 1.0 for name in ways)
     assert hfpatch.restore(model) == row["swaps"]
+
+
+def test_every_class_with_a_file_is_measured(
+    written: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("models", "families", "joint", "single_stream"):
+        monkeypatch.setattr(sys.modules[name], "DEVICE", "meta")
+    found = set()
+    for make in written.CASES.values():
+        found |= {type(m).__name__ for m in make()[0].modules()}
+    assert found >= BLOCKS.keys() - NEVER_CAPTURED
+
+
+@pytest.mark.parametrize("entry", ["sana", "qwen-image"])
+def test_blocks_with_a_file_beside_their_capture(
+    entry: str, written: ModuleType, kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.ENTRIES[entry].build()
+    inputs = zoo.ENTRIES[entry].inputs(model) | {"return_dict": False}
+    times = iter(range(100, 0, -1))
+    monkeypatch.setitem(written.CASES, "tiny", lambda: (model, lambda m: m(**inputs)))
+    monkeypatch.setattr(written, "step_milliseconds", lambda call, warmup, steps: next(times))
+    monkeypatch.setattr(written, "queued_milliseconds", lambda call, warmup, steps: next(times))
+    before = dict(BLOCKS)
+    row = written.measured("tiny", 2)
+    assert before == BLOCKS
+    count = sum(type(m).__name__ in BLOCKS for m in model.modules())
+    assert (row["eager_blocks"], row["written_blocks"], row["captured_blocks"]) == (0, count, count)
+    assert row["why"] and all(w.endswith(": fused ") for w in row["why"])
+    assert row["written_off"] < 1e-5 and row["captured_off"] < 1e-5
+    # of two turns the least, and later ones were shorter here
+    assert [row[f"{w}_ms"] for w in ("eager", "written", "captured")] == [94, 92, 90]
+    assert not hfpatch.status(model).swaps
