@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.regions.capture import capture
-from hfpatch.regions.casts import narrow
 from hfpatch.regions.interpret import Interpreter
 from hfpatch.regions.nodes import Fused, value
 from hfpatch.regions.rules import rewrite
@@ -72,7 +71,6 @@ def test_casts_around_an_op(what: str) -> None:
     found = capture(toy, structure, tensors, {}, ())
     (exact,) = Interpreter(toy, torch.float64).run(found.graph, given)
     rewrite(found.graph, frozenset())
-    narrow(found.graph)
     found.graph.lint()
     fused = [n for n in found.graph.nodes if isinstance(n.target, Fused)]
     assert [n.target.op for n in fused] == ops
