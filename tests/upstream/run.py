@@ -276,10 +276,11 @@ Written by `tests/upstream/run.py --page`; do not edit.
 NOTES = """
 Tests that are marked slow, that need a GPU or the network are skipped by their own decorators, and
 those that start processes of their own (FSDP, tensor and expert parallel) are left out: hfpatch's
-tests/sharding covers these. "Failed plain" are tests that fail here without hfpatch. TRL's small
-models and data are made here by TRL's own scripts, with another tokenizer (`trl_hub.py`); its tests
-of models with images, and with vLLM, are left out, as are those of what the installed TRL no longer
-has. "Layer calls" are calls of decoder layers that were served under autograd; "–": not counted.
+tests/sharding covers these. "Failed plain" are tests that fail here without hfpatch, of TRL mostly
+those of what the installed version no longer has. TRL's small models and data are made here by its
+own scripts, with another tokenizer (`trl_hub.py`); tests of models with images, and with vLLM, are
+left out. "Layer calls" are calls of decoder layers that were served under autograd; "–": not
+counted.
 """
 
 

@@ -17,6 +17,7 @@ import ast
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,15 @@ def load_dataset(path: str, name: str = "default", *args: Any, **kwargs: Any) ->
         raise TypeError(f"expected `split` and `streaming` alone, got {args} and {kwargs}")
     found: Any = datasets.load_from_disk(str(folder))
     if streaming:
-        whole = {key: part.to_iterable_dataset() for key, part in found.items()}
-        found = datasets.IterableDatasetDict(whole)
-    return found if split is None else found[split]
+        streams = {key: part.to_iterable_dataset() for key, part in found.items()}
+        found = datasets.IterableDatasetDict(streams)
+    if split is None:
+        return found
+    part = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
+    if part is None:
+        raise ValueError(f"expected `split` as `train` or `train[:2]`, got {split!r}")
+    whole = found[part[1]]
+    return whole if part[2] is None else whole.select(range(int(part[2])))
 
 
 _load_dataset = datasets.load_dataset
