@@ -38,6 +38,7 @@ RELEASES: dict[str, tuple[str, str, str, str | None]] = {
     "meta-llama/Meta-Llama-3": ("llama3", "llama", "<|eot_id|>", None),
     "openai/gpt-oss": ("gptoss", "gpt_oss", "<|return|>", "<|endoftext|>"),
     "google/gemma": ("gemma", "gemma", "<end_of_turn>", "<pad>"),
+    "google/flan-t5": ("qwen2_5", "t5", "</s>", "<pad>"),
     "microsoft/Phi-3.5": ("phi3_5", "phi3", "<|end|>", "<|endoftext|>"),
     "microsoft/Phi-3": ("phi3", "phi3", "<|end|>", "<|endoftext|>"),
     "EleutherAI": ("qwen2_5", "gpt_neox", "<|endoftext|>", None),
@@ -105,8 +106,11 @@ def make(checkout: Path, folder: Path) -> dict[str, str]:
         return tokenizer
 
     def config_of(name: str, *args: Any, **kwargs: Any) -> Any:
+        kind = release_of(name)[1]
         known = {"vocab_size": len(tokenizer_of(name)), "pad_token_id": None}
-        return transformers.AutoConfig.for_model(release_of(name)[1], **(known | kwargs))
+        if kind == "t5":
+            known |= {"pad_token_id": 0, "decoder_start_token_id": 0}
+        return transformers.AutoConfig.for_model(kind, **(known | kwargs))
 
     def generation_of(name: str, *args: Any, **kwargs: Any) -> Any:
         tokenizer = tokenizer_of(name)
