@@ -231,7 +231,7 @@ def _fuse_one(graph: Graph, head: _Head) -> str:
     assert head.rope is not None
     base, _ = strip(head.rope.base)
     seq_dim = head.seq_dim
-    source = base if head.norm is not None or head.x is not base else head.x
+    source = head.x if head.norm is None else base
     with behind(graph, source, *(t for t in (head.rope.cos, head.rope.sin) if t is not None)):
         params = {"seq_dim": seq_dim, **rope_params(head.rope)}
         one = graph.call_function(Fused("rope", params), (source, *tables_of(graph, head.rope)))

@@ -45,6 +45,9 @@ FOUND = {
     "sd3": {"JointTransformerBlock": {"text and image side by side", "norm_modulate"}},
     "lumina2": {"Lumina2TransformerBlock": {"qk_norm_rope", "norm_modulate", "gated silu"}},
     "z-image": {"ZImageTransformerBlock": {"qk_norm_rope", "norm_modulate", "gated silu"}},
+    "ltx2": {"LTX2VideoTransformerBlock": {"rope_qk", "norm_modulate"}},
+    "cogvideox": {"CogVideoXBlock": {"attention", "norm_modulate"}},
+    "sana": {"SanaTransformerBlock": {"norm_modulate", "gate_residual_norm_modulate"}},
     "sd15-unet": {"BasicTransformerBlock": {"add_layer_norm", "gated gelu"}},
 }  # fmt: skip
 
