@@ -61,6 +61,8 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hunyuan-video": ("diffusers", (_DIFFUSION.format("hunyuan_video"),)),
     "pixart": ("diffusers", ("tests/models/transformers/test_models_pixart_transformer2d.py",)),
     "vae": ("diffusers", ("tests/models/autoencoders/test_models_autoencoder_kl.py",)),
+    "z-image": ("diffusers", (_DIFFUSION.format("z_image"),)),
+    "audio-video": ("diffusers", (_DIFFUSION.format("ltx2"),)),
     "audio": ("diffusers", (_DIFFUSION.format("ace_step"), _DIFFUSION.format("longcat_audio_dit"))),
     "llama": ("transformers", (_LANGUAGE.format("llama"),)),
     "qwen3": ("transformers", (_LANGUAGE.format("qwen3"),)),
