@@ -1,6 +1,6 @@
 """Blocks that have a file of their own beside what a capture of the same blocks gives.
 
-    python benchmarks/written.py --output benchmarks/results/written-h200-1.json
+    python benchmarks/written.py --output benchmarks/results/written-h200-2.json
     python benchmarks/written.py --only wan sana
 
 Models of `models.py` at full width, random weights in bf16, the large ones with few layers (`FEW`),

@@ -165,7 +165,7 @@ def make_replica(model: nn.Module, implementation: str) -> nn.Module:
         text._experts_implementation = "eager"  # others have no fp64
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _float32_default():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # not those of GPUs, which nobody puts back
             replica: nn.Module = (
                 type(model)(config) if text is config else _with_a_decoder(type(model), config)
             )
