@@ -140,8 +140,8 @@ def _head(out: Node) -> _Head | None:
         turns += more
         if turns % 2 == 0:  # lies as [B, H, S, D]: the op walks it so
             node = found.base if more % 2 else node
-        elif more % 2:
-            found = found._replace(turned=value(found.cos).dim() == 4)
+        else:
+            found = behind_exchanges(found, more)
     norm, across = None, False
     if is_rms_norm(node):
         norm, x = node.target, node.args[0]
@@ -156,6 +156,11 @@ def _head(out: Node) -> _Head | None:
         return None
     seq_dim = 1 if turns % 2 else 2
     return _Head(out, x, seq_dim, found, norm, across)  # type: ignore[arg-type]
+
+
+def behind_exchanges(rope: Rope, count: int) -> Rope:
+    """A rotation whose base is that of an op behind `count` exchanges of heads and tokens."""
+    return rope._replace(turned=count % 2 == 1 and value(rope.cos).dim() == 4)
 
 
 def _flat_head(node: Node) -> _Head | None:

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from hfpatch.regions.heads import (
     Rope,
     behind,
+    behind_exchanges,
     is_rms_norm,
     rope_of,
     rope_params,
@@ -44,7 +45,8 @@ aten: Any = torch.ops.aten
 
 
 class _Part(NamedTuple):
-    """q, k or v of one part: `view` is [B, S, H, D] of what the layer at `path` makes of `x`."""
+    """q, k or v of one part: `view` is [B, S, H, D] of what the layer at `path` makes of `x`, which
+    an odd number of exchanges of heads and tokens turns into what attention is given."""
 
     x: Node
     path: str
@@ -52,7 +54,6 @@ class _Part(NamedTuple):
     view: Node
     norm: Leaf | None
     rope: Rope | None
-    turns: int
 
 
 class _Side(NamedTuple):
@@ -81,6 +82,7 @@ def _side(node: Any, linears: frozenset[str]) -> _Side | None:
     rope = rope_of(node)
     if rope is not None:
         node, more = strip(rope.base)
+        rope = behind_exchanges(rope, turns + 1)
         turns += more
     if node.target is not aten.cat.default or len(node.args[0]) < 2:  # type: ignore[arg-type]
         return None
@@ -99,6 +101,7 @@ def _part(node: Node, turns: int, linears: frozenset[str]) -> _Part | None:
     rope = rope_of(node)
     if rope is not None:
         node, more = strip(rope.base)
+        rope = behind_exchanges(rope, turns + 1)
         turns += more
     norm = None
     if is_rms_norm(node):
@@ -111,7 +114,7 @@ def _part(node: Node, turns: int, linears: frozenset[str]) -> _Part | None:
     x: Any = made.args[0] if len(made.args) == 1 and not made.kwargs else None
     if turns % 2 == 0 or not is_tensor(x) or value(x).dim() != 3:
         return None
-    return _Part(x, made.target.path, made, node, norm, rope, turns)  # type: ignore[arg-type]
+    return _Part(x, made.target.path, made, node, norm, rope)  # type: ignore[arg-type]
 
 
 def _fit(q: _Side, k: _Side, v: _Side) -> bool:

@@ -153,7 +153,6 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]
     """The innermost lists of blocks, by their names: of modules that have norms and several layers
     each. A list of several classes inside of a block is its parts, not blocks, and so is one that
     has less than half of a block's layers."""
-    names = {path: list(m._modules) for path, m in root.named_modules()}
     lists = {
         path: list(m)
         for path, m in root.named_modules()
@@ -172,7 +171,8 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]
         if not any(
             other != path and other.startswith(f"{path}." if path else "") for other in lists
         ):
-            yield path, list(zip(names[path], blocks, strict=True))
+            names = root.get_submodule(path)._modules
+            yield path, list(zip(names, blocks, strict=True))
 
 
 def _layers_of(modules: Sequence[nn.Module]) -> set[int]:

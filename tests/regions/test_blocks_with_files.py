@@ -10,11 +10,18 @@ import pytest
 import torch
 import zoo
 from expect import relative_error
-from torch import Tensor
+from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.ops import OPS
 from hfpatch.planning import families
+from hfpatch.proof.subject import Formula
 from hfpatch.regions import emit, offer
+from hfpatch.regions.capture import KnownLeaf, capture
+from hfpatch.regions.interpret import Interpreter
+from hfpatch.regions.nodes import Attend, JoinedHeads
+from hfpatch.regions.rules import rewrite
+from hfpatch.regions.structure import take_apart
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +141,99 @@ def test_two_halves_of_one_memory_are_not_copied_and_not_written_to(apart: bool)
                 assert a.untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
     assert torch.equal(torch.cat((text, image), 1), both)
     assert hfpatch.status(model).plan.candidates[-1].state == "fused"
+
+
+class Joint(nn.Module):
+    """Two streams that attend to each other, as blocks write it; `late`: heads are exchanged with
+    tokens before the streams are put together; `apart`: each is rotated by itself."""
+
+    def __init__(self, late: bool, apart: bool) -> None:
+        super().__init__()
+        self.late, self.apart = late, apart
+        for name in ("q", "k", "v", "q_text", "k_text", "v_text", "out"):
+            self.add_module(name, nn.Linear(32, 32))
+        for name in ("norm_q", "norm_k", "norm_q_text", "norm_k_text"):
+            self.add_module(name, nn.RMSNorm(8, eps=1e-6))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor, text: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        n = text.shape[1]
+
+        def turned(t: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            a, b = t.chunk(2, -1)
+            return t * c + torch.cat((-b, a), -1) * s
+
+        def heads(layer: Any, norm: Any, stream: Tensor, where: slice) -> Tensor:
+            t = layer(stream).unflatten(-1, (4, 8))
+            t = t if norm is None else norm(t)
+            t = t.transpose(1, 2) if self.late else t
+            if norm is not None and self.apart:
+                t = turned(t, *(self.of(table, where) for table in (cos, sin)))
+            return t
+
+        x, token_dim = self.norm(x), 2 if self.late else 1
+        sides = []
+        for name in ("q", "k", "v"):
+            norms = [getattr(self, f"norm_{name}{end}", None) for end in ("_text", "")]
+            first = heads(getattr(self, f"{name}_text"), norms[0], text, slice(None, n))
+            second = heads(getattr(self, name), norms[1], x, slice(n, None))
+            both = torch.cat((first, second), token_dim)
+            if name != "v" and not self.apart:
+                both = turned(both, self.of(cos, slice(None)), self.of(sin, slice(None)))
+            sides.append(both if self.late else both.transpose(1, 2))
+        out = nn.functional.scaled_dot_product_attention(*sides)
+        return self.out(out.transpose(1, 2).flatten(2)) + torch.cat((text, x), 1)  # type: ignore[no-any-return]
+
+    def of(self, table: Tensor, where: slice) -> Tensor:
+        """[S, D] as it broadcasts against heads: [1, 1, S, D] or [1, S, 1, D]."""
+        return table[where][None, None] if self.late else table[where][None, :, None]
+
+
+def by_formulas(op: str, params: Any, into: int = 0) -> Any:
+    """Ops by their references, as kernels are bound."""
+    reference = OPS[op].reference
+
+    def written(*tensors: Tensor) -> None:
+        for out, made in zip(tensors[:into], reference(*tensors[into:], **params), strict=True):
+            out.copy_(made)
+
+    return written if into else lambda *tensors: reference(*tensors, **params)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.no_grad()
+def test_streams_are_joined_however_they_are_written(late: bool, apart: bool, batch: int) -> None:
+    torch.manual_seed(0)
+    block = Joint(late, apart).eval().requires_grad_(False)
+    for name, layer in block.named_modules():
+        if name.startswith("norm_"):
+            layer.weight.copy_(torch.randn(8))  # type: ignore[operator]
+    angles = torch.randn(9, 4).repeat(1, 2)
+    given = [torch.randn(batch, 6, 32), torch.randn(batch, 3, 32), angles.cos(), angles.sin()]
+    expected = block(*given)
+    leaf = KnownLeaf(Formula("rms_norm", {"eps": 1e-6, "cast": "none"}), "weight", None)
+    leaves = {n: leaf for n, _ in block.named_children() if n.startswith("norm_")}
+    structure, taken, _ = take_apart(given, {})
+    found = capture(block, structure, taken, leaves, ())
+    linears = frozenset(n for n, m in block.named_children() if isinstance(m, nn.Linear))
+    assert "text and image side by side" in rewrite(found.graph, linears)
+    assert sum(isinstance(n.target, JoinedHeads) for n in found.graph.nodes) == 1
+    assert not any(n.target is torch.ops.aten.cat.default for n in _between_streams(found.graph))
+    (wide,) = Interpreter(block, torch.float64).run(found.graph, given)
+    torch.testing.assert_close(wide, expected.double(), rtol=1e-5, atol=1e-5)
+    run, _ = emit.emit(found.graph, block, found.result, by_formulas)
+    torch.testing.assert_close(run(block, list(given), None), expected, rtol=1e-4, atol=1e-5)
+
+
+def _between_streams(graph: Any) -> list[Any]:
+    """What attention is given, and what that is made of, as far as the node that joins."""
+    (attend,) = (n for n in graph.nodes if isinstance(n.target, Attend))
+    found, left = [], [a for a in attend.args[:3] if a is not None]
+    while left:
+        node = left.pop()
+        if not isinstance(node.target, JoinedHeads):
+            found.append(node)
+            left += node.all_input_nodes
+    return found
