@@ -189,22 +189,18 @@ def modulated_norm(node: Node) -> str | None:
     for product, shift in _product_and_term(node):
         if not is_modulation(shift, node):
             continue
-        for normed, one in (product.args, product.args[::-1]):
-            norm = norm_of(normed) if _is_modulated(normed) else None
-            settings = None if norm is None else _modulated_as(norm)
-            if norm is None or settings is None or not same_shape(normed, node):  # type: ignore[arg-type]
-                continue
-            scale = _less_one(one)
-            if scale is None or not is_modulation(scale, node):
-                continue
-            scale, shift = of_samples(scale, node), of_samples(shift, node)
-            half = _rounded(node, norm.x)
-            place, x = (node, norm.x) if half is None else (half.place, half.of[0])
-            settings["cast"] = "input" if half is None else "none"
-            with node.graph.inserting_before(place):
-                weight, bias = norm.params()
-            replace(place, Fused("norm_modulate", settings), (x, scale, shift, weight, bias))
-            return "norm_modulate"
+        found = _scaled(product, node)
+        if found is None:
+            continue
+        norm, settings, scale = found
+        half = _rounded(node, norm.x)
+        place, x = (node, norm.x) if half is None else (half.place, half.of[0])
+        settings["cast"] = "input" if half is None else "none"
+        with node.graph.inserting_before(place):
+            weight, bias = norm.params()
+        given = x, scale, of_samples(shift, node), weight, bias
+        replace(place, Fused("norm_modulate", settings), given)
+        return "norm_modulate"
     return None
 
 
@@ -212,21 +208,29 @@ def scaled_norm(node: Node) -> str | None:
     """`norm(x) * (1 + scale)`: the modulation of a norm that nothing is added to."""
     if node.target is not aten.mul.Tensor:
         return None
-    for normed, one in (node.args, node.args[::-1]):
+    found = _scaled(node, node)
+    if found is None:
+        return None
+    norm, settings, scale = found
+    with node.graph.inserting_before(node):
+        weight, bias = norm.params()
+        none = node.graph.call_function(Filled(0.0, value(scale).dtype), (norm.x,))
+    settings["cast"] = "input"
+    replace(node, Fused("norm_modulate", settings), (norm.x, scale, none, weight, bias))
+    return "norm_modulate"
+
+
+def _scaled(product: Node, like: Node) -> tuple[Norm, dict[str, Any], Node] | None:
+    """Of `norm * (1 + scale)`, of this shape: the norm, its settings as `norm_modulate`'s, and the
+    scale."""
+    for normed, one in (product.args, product.args[::-1]):
         norm = norm_of(normed) if _is_modulated(normed) else None
         settings = None if norm is None else _modulated_as(norm)
-        if norm is None or settings is None or not same_shape(normed, node):  # type: ignore[arg-type]
+        if norm is None or settings is None or not same_shape(normed, like):  # type: ignore[arg-type]
             continue
         scale = _less_one(one)
-        if scale is None or not is_modulation(scale, node):
-            continue
-        scale = of_samples(scale, node)
-        with node.graph.inserting_before(node):
-            weight, bias = norm.params()
-            none = node.graph.call_function(Filled(0.0, value(scale).dtype), (norm.x,))
-        settings["cast"] = "input"
-        replace(node, Fused("norm_modulate", settings), (norm.x, scale, none, weight, bias))
-        return "norm_modulate"
+        if scale is not None and is_modulation(scale, like):
+            return norm, settings, of_samples(scale, like)
     return None
 
 
