@@ -157,6 +157,7 @@ class StepMemo(Generic[T]):
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
+        self.missed = 0  # values in a row that were of no use to another call
         self._held: tuple[Any, tuple[int | None, ...], int, T, int | None] | None
         self._held = None
 
@@ -171,11 +172,15 @@ class StepMemo(Generic[T]):
             else:
                 value = held[3]
                 if held[4] is None or value._version == held[4]:  # type: ignore[attr-defined]
+                    self.missed = 0
                     return value
         versions = tuple(version(t) for t in tensors)
         if stream is None or None in versions:
             return self._make(*tensors)
         made = self._make(*tensors)
+        if not self.keeps(made, tensors):
+            return made
+        self.missed += 1
         gone = weakref.WeakMethod(self._gone)
         refs = tuple(weakref.ref(t, lambda ref: _tell(gone, ref)) for t in tensors)
         own = version(made) if isinstance(made, Tensor) else None
@@ -184,6 +189,10 @@ class StepMemo(Generic[T]):
         if _now.operator is not None:
             _now.operator.at_end(self.forget)
         return made
+
+    def keeps(self, made: T, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether a value is worth its memory."""
+        return True
 
     def _gone(self, ref: weakref.ref[Tensor]) -> None:
         """A tensor is gone: what was made of it, as large perhaps, is of no use any more."""

@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 
 from hfpatch.attention import attention
 from hfpatch.blocks import side_by_side as joining
-from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import Constant as Vector
 from hfpatch.blocks.projections import gelu_product, is_plain, project
 from hfpatch.regions.caches import update, update_cross, update_self
@@ -221,7 +220,7 @@ class _Writer:
             norm_rope = self._bind("qk_norm_rope", thing.norm_rope.formula.params, 2)
             return joining.JoinedHeads(norm_rope, thing.heads, thing.order)
         if isinstance(thing, Table):
-            return StepMemo(partial(made_table, thing.of))
+            return Shared(partial(made_table, thing.of))
         return Vector(thing.number, thing.dtype) if isinstance(thing, Filled) else thing
 
     def _argument(self, held: Any) -> str:

@@ -6,16 +6,15 @@ or activates these anew. A fused call keeps such a value for as long as the very
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from hfpatch.blocks.memo import stream_of
-from hfpatch.proof.subject import Tensor, version
+from hfpatch.blocks.memo import StepMemo
+from hfpatch.proof.subject import Tensor
 from hfpatch.regions.nodes import (
     CacheUpdate,
     Constant,
@@ -41,49 +40,19 @@ _ALIASES = (
 )
 
 
-class Shared:
-    """`make(*tensors)`, remembered while the same tensors come: the same objects, not written to
-    since, on the same stream. It goes with the first of them, and where it was written to itself.
-
-    Nothing is kept of tensors whose writes are not counted (inference mode), and across the border
-    of a CUDA graph (`hfpatch.blocks.memo.stream_of`).
-    """
-
-    def __init__(self, make: Callable[..., Tensor]) -> None:
-        self._make = make
-        self._missed = 0
-        self._held: tuple[Any, tuple[int | None, ...], int, Tensor, int] | None = None
+class Shared(StepMemo[Tensor]):
+    """A `StepMemo` that gives up, and keeps nothing that is much larger than what it is made of."""
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The value."""
-        if self._missed >= _MOST_MISSES:
+        if self.missed >= _MOST_MISSES:
             return self._make(*tensors)
-        stream, held = stream_of(tensors[0]), self._held
-        if held is not None and held[2] == stream:
-            for ref, counted, t in zip(held[0], held[1], tensors, strict=True):
-                if ref() is not t or t._version != counted:  # what is held counts its writes
-                    break
-            else:
-                if held[3]._version == held[4]:
-                    self._missed = 0
-                    return held[3]
-        versions = tuple(version(t) for t in tensors)
-        made = self._make(*tensors)
-        own = version(made)
-        if stream is None or own is None or None in versions:
-            return made
-        if made.nbytes > max(_SMALL, 2 * sum(t.nbytes for t in tensors)):
-            return made
-        self._missed += 1
-        # one tuple, replaced in one assignment: other threads see the old or the new
-        refs = tuple(weakref.ref(t, self._forget) for t in tensors)
-        self._held = (refs, versions, stream, made, own)
-        return made
+        return super().__call__(*tensors)
 
-    def _forget(self, gone: weakref.ref[Tensor]) -> None:
-        held = self._held
-        if held is not None and any(ref is gone for ref in held[0]):
-            self._held = None
+    def keeps(self, made: Tensor, tensors: tuple[Tensor, ...]) -> bool:
+        if made.is_inference():  # whose writes are not counted
+            return False
+        return made.nbytes <= max(_SMALL, 2 * sum(t.nbytes for t in tensors))
 
 
 def shared_values(graph: Graph) -> dict[Node, list[Node]]:
