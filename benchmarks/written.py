@@ -2,12 +2,15 @@
 
     python benchmarks/written.py --output benchmarks/results/written-h200-2.json
     python benchmarks/written.py --only wan sana
+    python benchmarks/written.py --only ltx flux --compile
 
 Models of `models.py` at full width, random weights in bf16, the large ones with few layers (`FEW`),
 since all blocks of a class take as long: a step in eager mode, with
 `hfpatch.apply` as it is, and with the files of transformer blocks out of reach, so that these
-blocks are captured as those of any other model. In turns, least of `--rounds`, ms of a step that is
-waited for and of one among queued steps. `off` is how far a way's result is from eager's, the root
+blocks are captured as those of any other model; with `--compile` each of the three once more in a
+model that `torch.compile` has compiled, where fused blocks are operators. In turns, least of
+`--rounds`, ms of a step that is waited for and of one among queued steps; `first_s`: seconds of
+`apply`, compilation and three steps. `off` is how far a way's result is from eager's, the root
 of the mean square beside eager's own; `why` says what kept blocks from being captured. A file whose
 blocks are captured as fast (98 %) is one that can go.
 """
@@ -18,6 +21,7 @@ import argparse
 import contextlib
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,34 +52,43 @@ FEW: dict[str, Callable[[], joint.Case]] = {
 CASES = {n: c for n, c in models.CASES.items() if "llama" not in n} | FEW
 
 
+WAYS = ("eager", "written", "captured")
+COMPILED = tuple(f"{way}_compiled" for way in WAYS)
+
+
 @contextlib.contextmanager
 def way(model: torch.nn.Module, name: str) -> Iterator[None]:
-    if name == "eager":
-        yield
-        return
-    captured = name == "captured"
-    with without_files() if captured else contextlib.nullcontext():
-        hfpatch.apply(model, blocks=captured or "auto")
+    captured = name.startswith("captured")
+    if not name.startswith("eager"):
+        with without_files() if captured else contextlib.nullcontext():
+            hfpatch.apply(model, blocks=captured or "auto")
+    if name in COMPILED:
+        torch._dynamo.reset()
+        model.compile(dynamic=False)
     try:
         yield
     finally:
+        model._compiled_call_impl = None
         hfpatch.restore(model)
 
 
-def measured(name: str, rounds: int) -> dict[str, Any]:
+def measured(name: str, rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
     model, step = CASES[name]()
     row: dict[str, Any] = {"case": name, "few_layers": name in FEW}
     out: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for turn in range(rounds):
-            for each in ("eager", "written", "captured"):
+            for each in ways:
+                began = time.perf_counter()
                 with way(model, each):
                     for _ in range(3):  # captures, packing, choices
                         found = step(model)
+                    torch.cuda.synchronize()
                     if not turn:
+                        row[f"{each}_first_s"] = time.perf_counter() - began
                         out[each] = _first(found).float().cpu()
                         row[f"{each}_blocks"] = _blocks(model)
-                        if each == "captured":
+                        if each.startswith("captured"):
                             row["why"] = _why(model)
                     for key, ms in (
                         (f"{each}_ms", step_milliseconds(lambda: step(model), warmup=1, steps=5)),
@@ -86,7 +99,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                     ):
                         row[key] = min(ms, row.get(key, ms))
     scale = out["eager"].square().mean().sqrt()
-    for each in ("written", "captured"):
+    for each in ways[1:]:
         row[f"{each}_off"] = float((out[each] - out["eager"]).square().mean().sqrt() / scale)
     offer.forget()
     return row
@@ -114,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--only", nargs="+", help="cases whose name holds one of these")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="and each way compiled")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     args = parser.parse_args()
@@ -122,7 +136,7 @@ def main() -> None:
         if args.only and not any(o in name for o in args.only):
             continue
         try:
-            rows.append(measured(name, args.rounds))
+            rows.append(measured(name, args.rounds, WAYS + COMPILED if args.compile else WAYS))
         except Exception as e:  # a way that fails is a figure too
             rows.append({"case": name, "error": f"{type(e).__name__}: {e}"[:500]})
         print(json.dumps(rows[-1]), flush=True)

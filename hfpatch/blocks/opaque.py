@@ -9,6 +9,10 @@ Blocks that follow each other in a model that is traced as a whole are one opera
 that they share what they share in eager mode. Which do is only known at the last one: each block is
 written as an operator of all blocks up to it, from the first one's inputs, as long as nothing else
 uses the results of the one before, which is dropped from the graph with the rest of its dead code.
+
+A captured block is proven at its first call. A compiled model that was never called is traced
+before: there the capture is made while tracing, of tensors that hold nothing, and says whether the
+block is worth an operator and what shapes its results have. The operator's first call proves it.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import functools
 import gc
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -44,6 +48,8 @@ LEAST_WORK = 4e11
 
 
 _NO_MASKS: Mapping[str, Tensor] = {}
+#: Stands for the name of arguments that have none.
+_MORE = "*"
 
 
 class _Run:
@@ -84,19 +90,25 @@ def _is_operator(node: Any) -> bool:
     return node.target in (torch.ops.hfpatch.blocks, torch.ops.hfpatch.blocks.default)
 
 
-def _last_operator() -> Any:
-    """The node of the last operator in the graph that dynamo traces now."""
+def _is_question(node: Any) -> bool:
+    return node.target in (torch.ops.hfpatch.foreseen, torch.ops.hfpatch.foreseen.default)
+
+
+def _last(wanted: Callable[[Any], bool]) -> Any:
+    """The last such node in the graph that dynamo traces now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     nodes = InstructionTranslator.current_tx().output.graph.nodes
-    return next(node for node in reversed(nodes) if _is_operator(node))
+    return next(node for node in reversed(nodes) if wanted(node))
 
 
 def _results_are_unread() -> bool:
     """Whether nothing in the graph uses the results of its last operator: writing to them, which
     leaves them the same tensors, or reading them, for which they would be computed twice."""
     try:
-        return all(n.target is operator.getitem and not n.users for n in _last_operator().users)
+        results = list(_last(_is_operator).users)
+        read = any(not _is_question(user) for n in results for user in n.users)
+        return not read and all(n.target is operator.getitem for n in results)
     except Exception:  # dynamo's inside is another one: each block by itself
         return False
 
@@ -106,7 +118,7 @@ def _biases_are_of_masks() -> bool:
     1 - mask, which nothing but operators uses. A wrapper around a block may have put another one
     in its place, or written to it."""
     try:
-        _, tensors, call, _ = _last_operator().args
+        _, tensors, call, _ = _last(_is_operator).args
         pairs = [node for node in _read(call).values() if _is_pair(node)]
         return all(_is_zero_at_one(tensors[bias], tensors[mask]) for bias, mask in pairs)
     except Exception:  # dynamo's inside is another one: the blocks get their biases
@@ -134,10 +146,45 @@ def _is_zero_at_one(bias: Any, mask: Any) -> bool:
     return subtracted
 
 
+class Foresight(Protocol):
+    """Who knows of blocks of one kind what a call that none of them had will be."""
+
+    def foresee(self, given: Callable[[], dict[str, Any]]) -> str:
+        """ "tensor" or "tuple", and the names of the arguments whose shapes and dtypes the results
+        have, "-" for None; "" where the original should be traced.
+
+        It is called while dynamo traces; `given()` makes tensors that hold nothing, by the names of
+        the forward's arguments (`as_called`).
+        """
+
+
+_foresights: weakref.WeakValueDictionary[str, Foresight] = weakref.WeakValueDictionary()
+
+
+def _foreseen(kind: str) -> str:
+    """What `Foresight` says of the call in the last question in the graph."""
+    try:
+        tensors, call = _last(_is_question).args
+        fakes = [node.meta["example_value"] for node in tensors]
+        foresight = _foresights[kind]
+    except Exception:  # dynamo's inside is another one, or an `apply` has forgotten all kinds
+        return ""
+    return foresight.foresee(lambda: _value(_read(call), [_like(fake) for fake in fakes]))
+
+
+def _like(fake: Tensor) -> Tensor:
+    """A tensor that holds nothing, of the sizes, strides, dtype and device of dynamo's."""
+    sizes, strides = (
+        [n if isinstance(n, int) else n.node.hint for n in of] for of in (fake.shape, fake.stride())
+    )
+    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
+
+
 # What `torch.compiler.assume_constant_result` does, which imports dynamo: over a second. Their
 # results are of the place in the graph, so each call has its own.
 _results_are_unread._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _biases_are_of_masks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_foreseen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def trace_whole(
@@ -181,7 +228,60 @@ def call_compiled(
     Returns:
         The result, or None if it cannot be called so.
     """
-    device = args[0].device.type
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = _anchor_of(block, anchor, args[0])
+    if found is None:
+        return None
+    for name in like:
+        if not isinstance(given.get(name), Tensor):
+            return None
+    results = _results(block, found, weights, like, given)
+    if results is None:
+        return None
+    return results[0] if len(like) == 1 else tuple(results)
+
+
+def call_foreseen(
+    block: nn.Module,
+    anchor: Sequence[str],
+    weights: int,
+    names: Sequence[str],
+    kind: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The same of a captured block. dynamo traces this.
+
+    Args:
+        kind: by which `foresee` knows who says what the results are like.
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > len(names):
+        given[_MORE] = tuple(args[len(names) :])
+    tensors: list[Tensor] = []
+    call = _written(given, tensors)
+    if call is None or not tensors:
+        return None
+    found = _anchor_of(block, anchor, tensors[0])
+    if found is None:
+        return None
+    torch.ops.hfpatch.foreseen(tensors, call)  # dead code, whose node says what the tensors are
+    told = _foreseen(kind)
+    if not told:
+        return None
+    shape, *like = told.split(" ")
+    results = _results(block, found, weights, [n for n in like if n != "-"], given)
+    if results is None:
+        return None
+    if shape == "tensor":
+        return results[0]
+    left = list(results)
+    return tuple([None if n == "-" else left.pop(0) for n in like])
+
+
+def _anchor_of(block: nn.Module, anchor: Sequence[str], first: Tensor) -> Tensor | None:
+    """The parameter that a block is known by; None where its call cannot be an operator."""
+    device = first.device.type
     if device not in DEVICES or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
         return None
     # What was exported must load without hfpatch. The flag itself: dynamo of PyTorch before 2.13
@@ -191,23 +291,22 @@ def call_compiled(
     found: Any = block
     for name in anchor:
         found = getattr(found, name, None)
-    if type(found) is not nn.Parameter:
-        return None
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    for name in like:  # these first: a result is like the tensor in its place
-        if not isinstance(given.get(name), Tensor):
-            return None
-    given = {**{name: given[name] for name in like}, **given}
+    return found if type(found) is nn.Parameter else None
+
+
+def _results(
+    block: nn.Module, anchor: Tensor, weights: int, like: Sequence[str], given: dict[str, Any]
+) -> list[Tensor] | None:
+    """What an operator that ends with `block` gives; None if it cannot be called so."""
+    given = {**{name: given[name] for name in like}, **given}  # a result is like what stands there
     tokens = max([given[name].numel() // given[name].shape[-1] for name in like])
     if 2 * tokens * weights < LEAST_WORK:
         return None
-    results = _add(block, found, given, len(like))
+    results = _add(block, anchor, given, len(like))
     if results is not None and _trace.masks and not _biases_are_of_masks():
         _trace.masks = _NO_MASKS  # the operator is dead code
-        results = _add(block, found, given, len(like))
-    if results is None:
-        return None
-    return results[0] if len(like) == 1 else tuple(results)
+        results = _add(block, anchor, given, len(like))
+    return results
 
 
 def _add(
@@ -283,6 +382,15 @@ def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(_value(n, tensors) for n in node)
 
 
+def as_called(given: dict[str, Any], names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call by their places and names; those that a forward takes as `*args` come
+    behind all that have names."""
+    if _MORE not in given:
+        return [], given
+    named = {k: v for k, v in given.items() if k != _MORE and k not in names}
+    return [*(given[n] for n in names), *given[_MORE]], named
+
+
 def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
     blocks = [_block_of(anchor) for anchor in anchors]
     given = _value(_read(call), tensors)
@@ -291,8 +399,10 @@ def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int)
     found: list[Any] = []
     with Operator(len(blocks)):
         for block in blocks:
-            made = _blocks[block][1](block, **given)
-            found = list(made) if isinstance(made, tuple) else [made]
+            _, forward, taken = _blocks[block]
+            args, kwargs = as_called(given, taken)
+            made = forward(block, *args, **kwargs)
+            found = [t for t in made if t is not None] if isinstance(made, tuple) else [made]
             got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
             if got != expected:
                 raise RuntimeError(
@@ -318,6 +428,10 @@ _library: Any = torch.library.Library("hfpatch", "FRAGMENT")  # type: ignore[no-
 _library.define("blocks(Tensor[] anchors, Tensor[] tensors, str call, int results) -> Tensor[]")
 _library.impl("blocks", _call, "CompositeExplicitAutograd")
 torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
+# A call that the graph is asked about while it is traced.
+_library.define("foreseen(Tensor[] tensors, str call) -> Tensor[]")
+_library.impl("foreseen", lambda tensors, call: [], "CompositeExplicitAutograd")
+torch.library.register_fake("hfpatch::foreseen", lambda tensors, call: [], lib=_library)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -326,14 +440,26 @@ torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 _lock = forks.lock()
 #: Blocks that may be called so: the paths of their anchors, and their patched forwards, without
 #: what may stand around these by now: dynamo traced that.
-_blocks: PerObject[nn.Module, tuple[tuple[str, ...], Forward]] = PerObject()
+#: Of each also the names of the arguments that it takes by their place.
+_blocks: PerObject[nn.Module, tuple[tuple[str, ...], Forward, tuple[str, ...]]] = PerObject()
 _by_address: dict[int, weakref.ref[nn.Module]] = {}
 
 
-def register(block: nn.Module, anchor: tuple[str, ...], forward: Forward) -> None:
-    """Let `block` be found by its parameter at the path `anchor`, to call `forward` with it."""
+def foresee(kind: str, foresight: Foresight) -> None:
+    """Let `call_foreseen` ask `foresight`, which it does not keep alive, about blocks of `kind`."""
+    _foresights[kind] = foresight
+
+
+def register(
+    block: nn.Module, anchor: tuple[str, ...], forward: Forward, names: tuple[str, ...] = ()
+) -> None:
+    """Let `block` be found by its parameter at the path `anchor`, to call `forward` with it.
+
+    Args:
+        names: of the arguments that it takes by their place, after self.
+    """
     with _lock:
-        _blocks[block] = anchor, forward
+        _blocks[block] = anchor, forward, names
 
 
 def _address(block: nn.Module, path: tuple[str, ...]) -> int | None:
@@ -358,7 +484,7 @@ def _block_of(anchor: Tensor) -> nn.Module:
         _register_copies()
         found: dict[int, nn.Module] = {}
         shared: dict[int, tuple[str, ...]] = {}  # by blocks of other weights: belongs to none
-        for each, (path, _) in list(_blocks.items()):
+        for each, (path, _, _) in list(_blocks.items()):
             at = _address(each, path)
             if at is None or "forward" not in each.__dict__:
                 continue
@@ -384,11 +510,12 @@ def _block_of(anchor: Tensor) -> nn.Module:
 
 def _register_copies() -> None:
     """Deep copies of blocks have their forwards, and were never registered."""
-    known = {type(block): path for block, (path, _) in _blocks.items()}
-    forwards = {forward for _, (_, forward) in _blocks.items()}
+    known = {type(block): (path, names) for block, (path, _, names) in _blocks.items()}
+    forwards = {forward for _, (_, forward, _) in _blocks.items()}
     for each in gc.get_objects():
         if type(each) in known and each not in _blocks:
             for name in ("forward", "_old_forward"):
                 own = getattr(each.__dict__.get(name), "__func__", None)
                 if own in forwards:
-                    _blocks[each] = known[type(each)], own
+                    path, names = known[type(each)]
+                    _blocks[each] = path, own, names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,16 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.blocks.memo import current_operator
+from hfpatch.blocks.opaque import as_called
 from hfpatch.per_object import PerObject
 from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.dispatch import SplitAttention
 from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import is_dense
+from hfpatch.regions.apart import apart
 from hfpatch.regions.beside import hooked, stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, children, is_wall
 from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind, Run, emit
+from hfpatch.regions.foreseen import Like, like_of, names_of
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
 from hfpatch.regions.interrupts import held_back
@@ -45,6 +50,7 @@ from hfpatch.regions.structure import Structure, Unstructured, take_apart
 
 Tensor = torch.Tensor
 
+_NOTHING = "nothing in it was found to fuse"
 #: Captures of a kind; calls of further structures or sizes run the original.
 _MOST_VARIANTS = 12
 #: Refusals of a kind, each of a structure: what is given another Python number at each call has one
@@ -52,6 +58,7 @@ _MOST_VARIANTS = 12
 _MOST_REFUSED = 12
 #: Captures of one structure that differ in their number of operators, as a loop over time has it.
 _MOST_COUNTS = 3
+_numbers = itertools.count(1)
 #: Sizes that are remembered, of a long-lived server.
 _MOST_SIZES = 4096
 #: Proofs that found numbers which decide nothing (NaN, no memory), before it is given up.
@@ -73,6 +80,8 @@ class Variant:
     after: int
     evidence: Evidence
     source: str
+    #: What its results are like, if a compiled graph can be told.
+    like: Like | None
 
 
 @dataclass
@@ -101,6 +110,12 @@ class Kind:
     aside: PerObject[nn.Module, tuple[str, str]] = field(default_factory=PerObject)
     #: Blocks that were called while something in them was in training mode.
     trained: PerObject[nn.Module, bool] = field(default_factory=PerObject)
+    #: Its name in compiled graphs.
+    number: str = field(default_factory=lambda: str(next(_numbers)))
+    #: The blocks of the kind.
+    blocks: PerObject[nn.Module, bool] = field(default_factory=PerObject)
+    #: What a call that was not decided yet will be like; None: the original's.
+    _foreseen: dict[Any, Like | None] = field(default_factory=dict)
     _known: dict[Any, Variant | None] = field(default_factory=dict)
     _tries: dict[Any, int] = field(default_factory=dict)
 
@@ -271,6 +286,50 @@ class Kind:
         device = tensors[0].device.type
         return self._prove(block, call[0], tensors, device, original, observe)
 
+    def foresee(self, given: Callable[[], dict[str, Any]]) -> str:
+        """What a compiled graph must know of a call that may not have been decided: see
+        `hfpatch.blocks.opaque.Foresight`. Nothing is proven: the operator's first call does it."""
+        return apart(lambda: self._like(given()))
+
+    def _like(self, given: dict[str, Any]) -> str:
+        block = next((b for b, _ in self.blocks.items() if "forward" in b.__dict__), None)
+        if block is None or in_training(block) is not None or hooked(block, "") is not None:
+            return ""
+        args, kwargs = as_called(given, names_of(type(block).forward))
+        variant, call, tensors, cache = self.lookup(tuple(args), kwargs, block)
+        if call is None or cache is not None:
+            return ""
+        if variant is not None:
+            like = variant.like
+        else:
+            structure, key = call
+            if key not in self._foreseen:
+                self._foreseen[key] = self._foresee(block, structure, key, tensors)
+            like = self._foreseen[key]
+        return "" if like is None else like.text(tensors, given)
+
+    def _foresee(
+        self, block: nn.Module, structure: Structure, key: Any, tensors: list[Tensor]
+    ) -> Like | None:
+        kinds = _kind_of(structure, key)
+        over = len(self.decided) >= _MOST_VARIANTS or len(self.refused) >= _MOST_REFUSED
+        if over or key in self._known or kinds in self.refused or not self.as_planned(block):
+            return None
+        if functions_around(block) != self.around:
+            return None
+        try:
+            with quietly(tensors[0].device.type):
+                captured = self._captured(stand_beside(block), structure, tensors)
+                like, before = like_of(captured), launches(captured.graph)
+                _rewritten(captured, block)
+        except (CannotReplicateError, Uncapturable) as e:
+            self._refuse(kinds, key, str(e))
+            return None
+        if launches(captured.graph) >= before:
+            self._refuse(kinds, key, _NOTHING)
+            return None
+        return like
+
     def _undecided(self, kinds: Any, key: Any, why: str) -> None:
         """Another call may decide it, a few times."""
         self._tries[kinds] = self._tries.get(kinds, 0) + 1
@@ -280,6 +339,12 @@ class Kind:
     def _refuse(self, kinds: Any, key: Any, why: str) -> None:
         self.refused[kinds] = why
         self._remember(key, None)
+
+    def _captured(self, beside: nn.Module, structure: Structure, tensors: list[Tensor]) -> Captured:
+        given = (beside, structure, tensors, self.leaves, self.numbers)
+        if current_operator() is None:
+            return capture(*given)
+        return apart(lambda: capture(*given))
 
     def _prove(
         self,
@@ -314,21 +379,18 @@ class Kind:
                 beside = stand_beside(block)
             except CannotReplicateError as e:
                 raise Uncapturable(str(e)) from e
-            captured = capture(beside, structure, tensors, self.leaves, self.numbers)
+            captured = self._captured(beside, structure, tensors)
+            like = like_of(captured)
             same = guard(block, captured.read, captured.called, self.numbers)
             if not same(block):
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)
             proof = prepare_proof(captured, beside, tensors, structure.cache, wide)
             other = prepare_disturbed(captured, proof)
-            linears = frozenset(
-                p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
-            )
-            with held_back():  # it computes with sizes that are symbols
-                found = rewrite(captured.graph, linears)
+            found = _rewritten(captured, block)
             after = launches(captured.graph)
             if after >= before:
-                raise Uncapturable("nothing in it was found to fuse")
+                raise Uncapturable(_NOTHING)
             given, tables_hold = looks(captured.graph)
             if not tables_hold(tensors):  # a gate of 0, or half types, would hide it from the proof
                 raise Uncapturable("its RoPE has a table whose angles do not lie as its pairs do")
@@ -350,8 +412,16 @@ class Kind:
             paths for n in captured.graph.nodes for paths in groups_of(n.target) if len(paths) > 1
         )
         return Variant(
-            captured.shapes, run, packs, same, given, tuple(found), before, after, evidence, source
-        )
+            captured.shapes, run, packs, same, given, tuple(found), before, after, evidence, source,
+            like,
+        )  # fmt: skip
+
+
+def _rewritten(captured: Captured, block: nn.Module) -> list[str]:
+    """Rewrite the graph of a capture by the rules; what was found."""
+    linears = frozenset(p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear))
+    with held_back():  # it computes with sizes that are symbols
+        return rewrite(captured.graph, linears)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import packing, swap
+from hfpatch.blocks import opaque
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.leaves.recorded import may_record
 from hfpatch.ops import KERNEL_DTYPES
@@ -27,6 +28,7 @@ from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind
+from hfpatch.regions.foreseen import anchor_of, names_of
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind, in_training
 from hfpatch.regions.listening import is_idle
@@ -335,11 +337,34 @@ def forget() -> None:
 def _prepare(path: str, name: str, block: nn.Module, kind: Kind) -> Prepared:
     original = type(block).forward
     mark: Any = Mark(path, name, kind)
-    return Prepared(block, lambda: adapter(original, kind), mark)
+    kind.blocks[block] = True
+    opaque.foresee(kind.number, kind)
+
+    def made() -> Forward:
+        anchor = anchor_of(block)
+        forward = adapter(original, kind, anchor, _numbers_in(block))
+        if anchor:
+            opaque.register(block, anchor, forward, names_of(original))
+        return forward
+
+    return Prepared(block, made, mark)
 
 
-def adapter(original: Forward, kind: Kind) -> Forward:
-    """What stands as the forward of a candidate."""
+def _numbers_in(block: nn.Module) -> int:
+    """How many numbers its matrices have."""
+    return sum(p.numel() for p in block.parameters() if p.ndim > 1)
+
+
+def adapter(
+    original: Forward, kind: Kind, anchor: tuple[str, ...] = (), weights: int = 0
+) -> Forward:
+    """What stands as the forward of a candidate.
+
+    Args:
+        anchor, weights: of the block, for compiled graphs: see `opaque.call_foreseen`. Without an
+            anchor they trace the original.
+    """
+    number, names = kind.number, names_of(original)
     autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
     distributed = torch.distributed.is_available()
     lookup, known = kind.lookup, kind._known
@@ -348,6 +373,10 @@ def adapter(original: Forward, kind: Kind) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
+            if anchor:
+                result = opaque.call_foreseen(self, anchor, weights, names, number, args, kwargs)
+                if result is not None:
+                    return result
             return original(self, *args, **kwargs)
         # its class is another one, or was patched
         if type(self).forward is not original or own.__code__ is not code:
