@@ -489,18 +489,17 @@ def _candidates(
     prepared: list[Prepared],
     blocks: str | bool,
 ) -> tuple[list[Any], list[str]]:
-    """The blocks that are captured at their first call, by default those that lie on a GPU; and
-    notes on those that are not."""
+    """The blocks that are captured at their first call, by default those that lie on a GPU or are
+    of diffusers; and notes on those that are not."""
     from hfpatch.regions.wanted import may_lie_on, refusal
 
     # A decoding step takes longer to capture than to run, and nobody has timed what it gains.
     auto = blocks == "auto"
-    devices = frozenset({"cuda"} if auto else {"cpu", "cuda"})
-    if refusal(settings) is not None or not may_lie_on((m for _, m in roots), settings, devices):
+    if refusal(settings) is not None or not may_lie_on((m for _, m in roots), settings, auto):
         return [], []
     from hfpatch.regions.offer import offer  # what captures is a third of all that `apply` imports
 
-    return offer(roots, settings, prepared, devices, past=not auto)
+    return offer(roots, settings, prepared, auto)
 
 
 def _remember(

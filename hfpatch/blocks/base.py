@@ -6,15 +6,12 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.blocks import opaque
-from hfpatch.blocks.chain import Chain
 from hfpatch.blocks.likeness import odd_build, own_settings, read_through
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.leaves.recorded import may_record
@@ -92,17 +89,6 @@ class BlockSubject(Subject):
     processor: ClassVar[str | tuple[str, ...]] = ""
     #: Name of the first parameter of the class's forward.
     argument: ClassVar[str] = "hidden_states"
-
-    #: The blocks that this one stands among, set before `forward` is called.
-    chain: Chain | None = None
-    #: Whether the fused forward takes `chain=`.
-    chained: ClassVar[bool] = False
-
-    #: The arguments whose shapes and dtypes the results have; none: it is not known, and a compiled
-    #: model calls the original. See `opaque`.
-    like: ClassVar[tuple[str, ...]] = ()
-    #: Path of a parameter that every block of the class has.
-    anchor: ClassVar[tuple[str, ...]] = ()
 
     #: Paths of children, beside layers, that the fused forward calls as modules.
     called: ClassVar[tuple[str, ...]] = ()
@@ -230,10 +216,6 @@ class BlockSubject(Subject):
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that `project` is called with: worth one product each."""
-        return []
-
-    def chain_packs(self) -> list[list[nn.Module]]:
-        """Of a chained block, layers that one product of all blocks of the chain may serve."""
         return []
 
     def place(self, block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -366,11 +348,6 @@ class BlockSubject(Subject):
         cpu, cuda = contract.cpu, contract.cuda
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
         ready, same, works_in = self.ready, self.still_proven(), self.works_in
-        chain = {"chain": self.chain} if self.chained else {}
-        like, anchor, names = self.like, self.anchor, tuple(signature(original).parameters)[1:]
-        weights = 0
-        if like:
-            weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
         distributed = torch.distributed.is_available()
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
@@ -390,11 +367,6 @@ class BlockSubject(Subject):
             if hidden_states is _MISSING:
                 return type(self).forward(self, **kwargs)  # which says what it lacks
             if is_compiling():
-                if like:
-                    every = (hidden_states, *args)
-                    result = opaque.call_compiled(self, anchor, weights, names, like, every, kwargs)
-                    if result is not None:
-                        return result
                 return original(self, hidden_states, *args, **kwargs)
             # its class is another one, or was patched
             if (
@@ -427,7 +399,7 @@ class BlockSubject(Subject):
                         run = table.get(key) or contract.late(hidden_states, key)
                         if run is not None:
                             try:
-                                return run(self, hidden_states, *args, **kwargs, **chain)
+                                return run(self, hidden_states, *args, **kwargs)
                             except HandedBack:
                                 pass
                             except _ERRORS as e:
@@ -436,8 +408,6 @@ class BlockSubject(Subject):
                                 contract.not_covered(e)
             return original(self, hidden_states, *args, **kwargs)
 
-        if like:
-            opaque.register(self.module, anchor, forward)
         first = self.argument
         # Python's own errors of arguments name the function
         forward.__qualname__ = own.__qualname__

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.base import HandedBack
-from hfpatch.blocks.flux import FluxSingleSubject, FluxSubject
-from hfpatch.blocks.joint import compact, image_stream, text_stream, weights_of
+from hfpatch.blocks.joint import JointSubject, compact, image_stream, text_stream, weights_of
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import drawing
 from hfpatch.blocks.side_by_side import Tokens, joined
@@ -36,14 +35,26 @@ def _sample(generator: torch.Generator, tables: str) -> dict[str, Any]:
     }
 
 
-class HunyuanVideoSubject(FluxSubject):
+class HunyuanVideoSubject(JointSubject):
+    title = "fused block: AdaLN, joint attention, qk norm + RoPE, gates"
     processor = "HunyuanVideoAttnProcessor2_0"
+
+    @classmethod
+    def layer_norms(cls, block: Any) -> list[Any]:
+        return [block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context]
+
+    @classmethod
+    def others(cls, block: Any) -> list[nn.Module]:
+        norms = (block.norm1, block.norm1_context)
+        return [*norms, *(norm.silu for norm in norms)]
 
     @classmethod
     def unfit(cls, block: Any) -> str | None:
         if block.attn.add_q_proj is None or block.attn.to_add_out is None:
             return "its attention has no projections of the text"
-        return super().unfit(block)
+        if block.norm1.emb is not None or block.norm1_context.emb is not None:
+            return "its AdaLN embeds the timestep itself"
+        return None
 
     def build(self, m: Any) -> Any:
         return type(m)(num_attention_heads=4, attention_head_dim=16, mlp_ratio=4.0)
@@ -97,14 +108,24 @@ class HunyuanVideoSubject(FluxSubject):
         return fused
 
 
-class HunyuanVideoSingleSubject(FluxSingleSubject):
+class HunyuanVideoSingleSubject(JointSubject):
+    title = "fused block: AdaLN, attention and MLP in parallel, qk norm + RoPE, gate"
     processor = "HunyuanVideoAttnProcessor2_0"
+
+    @classmethod
+    def layer_norms(cls, block: Any) -> list[Any]:
+        return [block.norm.norm]
+
+    @classmethod
+    def others(cls, block: Any) -> list[nn.Module]:
+        return [block.norm, block.norm.silu, block.act_mlp]
 
     @classmethod
     def unfit(cls, block: Any) -> str | None:
         if block.attn.add_q_proj is not None or block.attn.to_out is not None:
             return "its attention has projections of the text or of its output"
-        return super().unfit(block)
+        approximate = block.act_mlp.approximate
+        return None if approximate == "tanh" else f"its MLP has gelu(approximate={approximate!r})"
 
     def build(self, m: Any) -> Any:
         return type(m)(num_attention_heads=4, attention_head_dim=16)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.blocks.base import BlockSubject, HandedBack
+from hfpatch.blocks.base import BlockSubject, HandedBack, NotCovered
 from hfpatch.blocks.joint import (
     JointKernels,
     added_qkv_of,
@@ -30,11 +30,49 @@ from hfpatch.blocks.joint import (
 )
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import Constant, drawing, odd_dtypes, undispatched
-from hfpatch.blocks.sandwich import NormedSum
 from hfpatch.blocks.side_by_side import Part, Tokens
 from hfpatch.proof.subject import Forward, Tensor
 
 _QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
+class NormedSum:
+    """`h + gate * norm(y)`, an RMS norm, in one pass and rounded once.
+
+    It is `norm_modulate` with the gate in the norm's weight and h in the place of the shift. A gate
+    per sample takes a launch per sample. The product of gate and weight is rounded to the dtype of
+    h, for which the kernel is fastest; the original rounds the gate, the norm and two more times.
+    """
+
+    def __init__(self, bind: Callable[..., Callable[..., Any]], eps: float) -> None:
+        self._into = bind("norm_modulate", into=1, eps=eps, norm="rms", cast="none")
+        self._zeros = Constant(0.0)
+
+    def __call__(self, h: Tensor, y: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
+        """
+        Args:
+            h, y: [B, S, D].
+            weight: [D], the norm's.
+            gate: [B, D] or, the same for all samples, [1, D].
+        """
+        out = torch.empty_like(h, memory_format=torch.contiguous_format)
+        none = self._zeros(h)
+        if gate is None:
+            self._into(out, y, none, h, weight, None)
+            return out
+        if weight is None:
+            weights = gate.to(h.dtype)
+        else:
+            weights = torch.mul(gate, weight, out=h.new_empty(gate.shape))
+        if len(weights) == 1:
+            self._into(out, y, none, h, weights[0], None)
+            return out
+        if len(weights) != len(h):
+            raise NotCovered(f"it has {len(weights)} gates for {len(h)} samples")
+        for i, w in enumerate(weights):
+            one = slice(i, i + 1)
+            self._into(out[one], y[one], none, h[one], w, None)
+        return out
 
 
 class MochiSubject(BlockSubject):

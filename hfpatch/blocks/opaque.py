@@ -23,7 +23,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -118,8 +118,8 @@ def _biases_are_of_masks() -> bool:
     1 - mask, which nothing but operators uses. A wrapper around a block may have put another one
     in its place, or written to it."""
     try:
-        _, tensors, call, _ = _last(_is_operator).args
-        pairs = [node for node in _read(call).values() if _is_pair(node)]
+        _, tensors, call = _last(_is_operator).args
+        pairs = [node for node in _read(call).given.values() if _is_pair(node)]
         return all(_is_zero_at_one(tensors[bias], tensors[mask]) for bias, mask in pairs)
     except Exception:  # dynamo's inside is another one: the blocks get their biases
         return False
@@ -129,7 +129,8 @@ def _is_zero_at_one(bias: Any, mask: Any) -> bool:
     """Of nodes of dynamo's graph, from the bias up to the mask."""
     node, subtracted, above = bias, False, None
     while node is not mask:
-        if any(user is not above and not _is_operator(user) for user in node.users):
+        users = (user for user in node.users if not _is_question(user))
+        if any(user is not above and not _is_operator(user) for user in users):
             return False
         (inside,) = node.all_input_nodes
         if node.target in (operator.sub, torch.sub, torch.rsub):
@@ -149,12 +150,12 @@ def _is_zero_at_one(bias: Any, mask: Any) -> bool:
 class Foresight(Protocol):
     """Who knows of blocks of one kind what a call that none of them had will be."""
 
-    def foresee(self, given: Callable[[], dict[str, Any]]) -> str:
+    def foresee(self, given: Callable[[], Given]) -> str:
         """ "tensor" or "tuple", and the names of the arguments whose shapes and dtypes the results
         have, "-" for None; "" where the original should be traced.
 
-        It is called while dynamo traces; `given()` makes tensors that hold nothing, by the names of
-        the forward's arguments (`as_called`).
+        It is called while dynamo traces; `given()` makes the arguments, of tensors that hold
+        nothing.
         """
 
 
@@ -169,7 +170,7 @@ def _foreseen(kind: str) -> str:
         foresight = _foresights[kind]
     except Exception:  # dynamo's inside is another one, or an `apply` has forgotten all kinds
         return ""
-    return foresight.foresee(lambda: _value(_read(call), [_like(fake) for fake in fakes]))
+    return foresight.foresee(lambda: _given(_read(call), [_like(fake) for fake in fakes]))
 
 
 def _like(fake: Tensor) -> Tensor:
@@ -210,56 +211,28 @@ def call_compiled(
     anchor: Sequence[str],
     weights: int,
     names: Sequence[str],
-    like: Sequence[str],
+    kind: str,
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `block` as an operator, or as the last block of one. dynamo traces this.
+    """Call a captured block as an operator, or as the last block of one. dynamo traces this.
 
     Args:
         anchor: path of a parameter of the block, by which it is found at the call. It is an input
             of the graph, so that blocks which differ in nothing else share one.
         weights: how many numbers its matrices have.
-        names: of the forward's arguments, after self.
-        like: the arguments whose shapes and dtypes the results have, and which the results are for
-            the next block.
-        args, kwargs: of the call; the first is a tensor.
+        names: of the arguments that its forward takes by their place, after self.
+        kind: by which `foresee` knows who says what the results are like.
+        args, kwargs: of the call.
 
     Returns:
-        The result, or None if it cannot be called so.
-    """
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = _anchor_of(block, anchor, args[0])
-    if found is None:
-        return None
-    for name in like:
-        if not isinstance(given.get(name), Tensor):
-            return None
-    results = _results(block, found, weights, like, given)
-    if results is None:
-        return None
-    return results[0] if len(like) == 1 else tuple(results)
-
-
-def call_foreseen(
-    block: nn.Module,
-    anchor: Sequence[str],
-    weights: int,
-    names: Sequence[str],
-    kind: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """The same of a captured block. dynamo traces this.
-
-    Args:
-        kind: by which `foresee` knows who says what the results are like.
+        The result, or None if it cannot be called so: it is traced.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names):
         given[_MORE] = tuple(args[len(names) :])
     tensors: list[Tensor] = []
-    call = _written(given, tensors)
+    call = _written_call(given, len(args), (), tensors)
     if call is None or not tensors:
         return None
     found = _anchor_of(block, anchor, tensors[0])
@@ -269,14 +242,21 @@ def call_foreseen(
     told = _foreseen(kind)
     if not told:
         return None
-    shape, *like = told.split(" ")
-    results = _results(block, found, weights, [n for n in like if n != "-"], given)
+    shape, *names_of_results = told.split(" ")
+    like = [n for n in names_of_results if n != "-"]
+    tokens = max([given[name].numel() // given[name].shape[-1] for name in like])
+    if 2 * tokens * weights < LEAST_WORK:
+        return None
+    results = _add(block, found, given, len(args), like)
+    if results is not None and _trace.masks and not _biases_are_of_masks():
+        _trace.masks = _NO_MASKS  # the operator is dead code
+        results = _add(block, found, given, len(args), like)
     if results is None:
         return None
     if shape == "tensor":
         return results[0]
     left = list(results)
-    return tuple([None if n == "-" else left.pop(0) for n in like])
+    return tuple([None if n == "-" else left.pop(0) for n in names_of_results])
 
 
 def _anchor_of(block: nn.Module, anchor: Sequence[str], first: Tensor) -> Tensor | None:
@@ -294,27 +274,12 @@ def _anchor_of(block: nn.Module, anchor: Sequence[str], first: Tensor) -> Tensor
     return found if type(found) is nn.Parameter else None
 
 
-def _results(
-    block: nn.Module, anchor: Tensor, weights: int, like: Sequence[str], given: dict[str, Any]
-) -> list[Tensor] | None:
-    """What an operator that ends with `block` gives; None if it cannot be called so."""
-    given = {**{name: given[name] for name in like}, **given}  # a result is like what stands there
-    tokens = max([given[name].numel() // given[name].shape[-1] for name in like])
-    if 2 * tokens * weights < LEAST_WORK:
-        return None
-    results = _add(block, anchor, given, len(like))
-    if results is not None and _trace.masks and not _biases_are_of_masks():
-        _trace.masks = _NO_MASKS  # the operator is dead code
-        results = _add(block, anchor, given, len(like))
-    return results
-
-
 def _add(
-    block: nn.Module, anchor: Tensor, given: dict[str, Any], count: int
+    block: nn.Module, anchor: Tensor, given: dict[str, Any], placed: int, like: Sequence[str]
 ) -> list[Tensor] | None:
     """Add an operator that ends with `block` to the graph; None if it cannot be called so."""
     tensors: list[Tensor] = []
-    call = _written(given, tensors, _trace.masks)
+    call = _written_call(given, placed, like, tensors, _trace.masks)
     if call is None:
         return None
     anchors = [anchor]
@@ -322,18 +287,44 @@ def _add(
     run = _trace.run
     if run is not None and not hooked and run.goes_on(tensors, call) and _results_are_unread():
         anchors, tensors = [*run.anchors, anchor], run.tensors
-    results: list[Tensor] = torch.ops.hfpatch.blocks(anchors, tensors, call, count)
+    results: list[Tensor] = torch.ops.hfpatch.blocks(anchors, tensors, call)
     if _trace.whole:
         _trace.run = None if hooked else _Run(anchors, tensors, call, results)
     return results
 
 
-def _written(
-    value: Any, tensors: list[Tensor], masks: Mapping[str, Tensor] = _NO_MASKS
+def _written_call(
+    given: dict[str, Any],
+    placed: int,
+    like: Sequence[str],
+    tensors: list[Tensor],
+    masks: Mapping[str, Tensor] = _NO_MASKS,
 ) -> str | None:
+    """A call as a literal, which `_read` reads; its tensors are added to `tensors`, first those
+    that the results are like.
+
+    Args:
+        given: by the names of the arguments, in their order.
+        placed: how many of them were given by their place.
+        like: names of arguments that are tensors.
+    """
+    tensors += [given[name] for name in like]
+    parts = []
+    for name, value in given.items():
+        text = str(like.index(name)) if name in like else _written(value, tensors)
+        if text is None:
+            return None
+        if name in masks and isinstance(value, Tensor):
+            text = f"[{text}, {_written(masks[name], tensors)}]"
+        parts.append(f"{name!r}: {text}, ")
+    names = "".join(f"{name!r}, " for name in like)
+    return f"({placed}, ({names}), {{{''.join(parts)}}})"
+
+
+def _written(value: Any, tensors: list[Tensor]) -> str | None:
     """`value` as a literal: a tensor, which is added to `tensors`, as its place there, a constant
-    in brackets, tuples and dicts as such. A bias that a dict has under the name of a mask: its
-    place and the mask's in brackets."""
+    in brackets, tuples and dicts as such. A bias that has the name of a mask is written by
+    `_written_call`: its place and the mask's in brackets."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return str(len(tensors) - 1)
@@ -346,8 +337,6 @@ def _written(
             text = _written(inside, tensors)
             if text is None or type(key) is not str:
                 return None
-            if key in masks and isinstance(inside, Tensor):
-                text = f"[{text}, {_written(masks[key], tensors)}]"
             parts.append(f"{key!r}: {text}, ")
         return "{" + "".join(parts) + "}"
     if value is None or type(value) in (bool, int, float, str):
@@ -359,9 +348,36 @@ def _written(
 # At the call
 
 
+class _Call(NamedTuple):
+    """A call as it is written in a graph: see `_written_call`."""
+
+    placed: int
+    like: tuple[str, ...]
+    given: dict[str, Any]
+
+
+class Given(NamedTuple):
+    """The arguments of a call by their names, in their order, and how many were given by place.
+    Those of `*args` are a tuple under "*"."""
+
+    named: dict[str, Any]
+    placed: int
+
+    def apart(self, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs); `names`: of the arguments that may be given by place."""
+        by_place = names[: self.placed]
+        args = (*(self.named[n] for n in by_place), *self.named.get(_MORE, ()))
+        held = {*by_place, _MORE}
+        return args, {k: v for k, v in self.named.items() if k not in held}
+
+
 @functools.lru_cache(maxsize=256)
-def _read(call: str) -> dict[str, Any]:
-    return ast.literal_eval(call)  # type: ignore[no-any-return]
+def _read(call: str) -> _Call:
+    return _Call(*ast.literal_eval(call))
+
+
+def _given(call: _Call, tensors: Sequence[Tensor]) -> Given:
+    return Given(_value(call.given, tensors), call.placed)
 
 
 def _is_pair(node: Any) -> bool:
@@ -382,25 +398,16 @@ def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(_value(n, tensors) for n in node)
 
 
-def as_called(given: dict[str, Any], names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call by their places and names; those that a forward takes as `*args` come
-    behind all that have names."""
-    if _MORE not in given:
-        return [], given
-    named = {k: v for k, v in given.items() if k != _MORE and k not in names}
-    return [*(given[n] for n in names), *given[_MORE]], named
-
-
-def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
+def _call(anchors: list[Tensor], tensors: list[Tensor], call: str) -> list[Tensor]:
     blocks = [_block_of(anchor) for anchor in anchors]
-    given = _value(_read(call), tensors)
-    names = list(given)[:results]
-    expected = [(t.shape, t.dtype) for t in tensors[:results]]
+    read = _read(call)
+    given = _given(read, tensors)
+    expected = [(t.shape, t.dtype) for t in tensors[: len(read.like)]]
     found: list[Any] = []
     with Operator(len(blocks)):
         for block in blocks:
-            _, forward, taken = _blocks[block]
-            args, kwargs = as_called(given, taken)
+            _, forward, names = _blocks[block]
+            args, kwargs = given.apart(names)
             made = forward(block, *args, **kwargs)
             found = [t for t in made if t is not None] if isinstance(made, tuple) else [made]
             got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
@@ -409,7 +416,7 @@ def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int)
                     f"`{type(block).__name__}` in a compiled graph: expected results {expected}, "
                     f"got {got}; compile the model again, or call `hfpatch.restore` first"
                 )
-            given.update(zip(names, found, strict=True))
+            given.named.update(zip(read.like, found, strict=True))
     # An operator returns memory of its own; two results may be parts of one memory.
     inputs = {t.untyped_storage().data_ptr() for t in tensors}
     return [
@@ -420,12 +427,12 @@ def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int)
     ]
 
 
-def _shape(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in tensors[:results]]
+def _shape(anchors: list[Tensor], tensors: list[Tensor], call: str) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in tensors[: len(_read(call).like)]]
 
 
 _library: Any = torch.library.Library("hfpatch", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("blocks(Tensor[] anchors, Tensor[] tensors, str call, int results) -> Tensor[]")
+_library.define("blocks(Tensor[] anchors, Tensor[] tensors, str call) -> Tensor[]")
 _library.impl("blocks", _call, "CompositeExplicitAutograd")
 torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 # A call that the graph is asked about while it is traced.
@@ -446,7 +453,7 @@ _by_address: dict[int, weakref.ref[nn.Module]] = {}
 
 
 def foresee(kind: str, foresight: Foresight) -> None:
-    """Let `call_foreseen` ask `foresight`, which it does not keep alive, about blocks of `kind`."""
+    """Let `call_compiled` ask `foresight`, which it does not keep alive, about blocks of `kind`."""
     _foresights[kind] = foresight
 
 

@@ -111,14 +111,6 @@ def dispatched(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
     return attention(q, k, v, mask, backend=attn.processor._attention_backend).flatten(2, 3)
 
 
-def plain_attention(
-    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> Tensor:
-    """The same as a processor without backends (`AttnProcessor2_0`) does it."""
-    q, k, v = heads_of(attn, q, k, v)
-    return undispatched(q, k, v, mask).flatten(2, 3)
-
-
 def undispatched(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: Any = None
 ) -> Tensor:

@@ -21,18 +21,11 @@ from hfpatch.proof.subject import Family
 
 #: By the name of the class: where in `hfpatch.blocks` its subject is.
 BLOCKS = {
-    "LTXVideoTransformerBlock": ("ltx", "LtxSubject"),
-    "WanTransformerBlock": ("wan", "WanSubject"),
-    "BasicTransformerBlock": ("basic", "BasicSubject"),
     "CogVideoXBlock": ("cogvideox", "CogVideoXSubject"),
     "MochiTransformerBlock": ("mochi", "MochiSubject"),
     "LTX2VideoTransformerBlock": ("ltx2", "Ltx2Subject"),
     "SanaTransformerBlock": ("sana", "SanaSubject"),
-    "ZImageTransformerBlock": ("sandwich", "ZImageSubject"),
-    "Lumina2TransformerBlock": ("sandwich", "Lumina2Subject"),
     # blocks in which text and image tokens attend to each other
-    "FluxTransformerBlock": ("flux", "FluxSubject"),
-    "FluxSingleTransformerBlock": ("flux", "FluxSingleSubject"),
     "Flux2TransformerBlock": ("flux2", "Flux2Subject"),
     "Flux2SingleTransformerBlock": ("flux2", "Flux2SingleSubject"),
     "HunyuanVideoTransformerBlock": ("hunyuan_video", "HunyuanVideoSubject"),
@@ -40,8 +33,6 @@ BLOCKS = {
     "HunyuanVideo15TransformerBlock": ("hunyuan_more", "HunyuanVideo15Subject"),
     "HunyuanImageTransformerBlock": ("hunyuan_more", "HunyuanImageSubject"),
     "HunyuanImageSingleTransformerBlock": ("hunyuan_more", "HunyuanImageSingleSubject"),
-    "QwenImageTransformerBlock": ("qwen_image", "QwenImageSubject"),
-    "JointTransformerBlock": ("sd3", "Sd3Subject"),
     # of UNets and VAEs
     "ResnetBlock2D": ("resnet", "ResnetSubject"),
     "LTXVideoResnetBlock3d": ("ltx_vae", "LtxResnetSubject"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
-from hfpatch import packing, registry
-from hfpatch.blocks.chain import Chain
+from hfpatch import registry
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.kernels import kernelized
 from hfpatch.kernels.sources import compiled_here
@@ -82,7 +80,6 @@ def _make_plan(
     order_of = {site.path: i for i, site in enumerate(sites)}
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
-    _link(draft.prepared)
     assumed = settings.sources.assumed
     if assumed is not None:
         settings.sources.notes.append(assumed.note(compiled_here()))
@@ -207,33 +204,3 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
         if outcome.kind == "rejected" and settings.strict:
             raise VerificationError(f"`{path}` ({class_name}): {outcome.reason}")
         return skip(outcome.kind, outcome.reason)
-
-
-def _link(prepared: list[Prepared]) -> None:
-    """Tell blocks that stand in one list of each other."""
-    lists: dict[tuple[str, Any], list[Prepared]] = {}
-    for p in prepared:
-        if p.block is not None:
-            parent = p.swap.path.rpartition(".")[0]
-            lists.setdefault((parent, type(p.block)), []).append(p)
-    for blocks in lists.values():
-        chain = Chain([p.module for p in blocks])
-        for p in blocks:
-            p.block.chain = chain  # type: ignore[union-attr]
-        together = {id(p): q for p, q in zip(blocks, _packed_across(blocks), strict=True)}
-        prepared[:] = [together.get(id(p), p) for p in prepared]
-
-
-def _packed_across(blocks: list[Prepared]) -> list[Prepared]:
-    """The same, but the first block's swap packs what one product serves in all of them."""
-    result = list(blocks)
-    groups = [p.block.chain_packs() for p in blocks]  # type: ignore[union-attr]
-    for kind in zip(*groups, strict=True):
-        together = tuple(linear for group in kind for linear in group)
-        if len(blocks) < 2 or not packing.can_pack(together):
-            continue
-        for i, (p, group) in enumerate(zip(result, kind, strict=True)):
-            those = {id(linear) for linear in group}
-            own = tuple(pack for pack in p.packs if {id(linear) for linear in pack} != those)
-            result[i] = replace(p, packs=(*own, together) if i == 0 else own)
-    return result

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hfpatch.blocks.memo import current_operator
-from hfpatch.blocks.opaque import as_called
+from hfpatch.blocks.opaque import Given
 from hfpatch.per_object import PerObject
 from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.dispatch import SplitAttention
@@ -286,17 +286,17 @@ class Kind:
         device = tensors[0].device.type
         return self._prove(block, call[0], tensors, device, original, observe)
 
-    def foresee(self, given: Callable[[], dict[str, Any]]) -> str:
+    def foresee(self, given: Callable[[], Given]) -> str:
         """What a compiled graph must know of a call that may not have been decided: see
         `hfpatch.blocks.opaque.Foresight`. Nothing is proven: the operator's first call does it."""
         return apart(lambda: self._like(given()))
 
-    def _like(self, given: dict[str, Any]) -> str:
+    def _like(self, given: Given) -> str:
         block = next((b for b, _ in self.blocks.items() if "forward" in b.__dict__), None)
         if block is None or in_training(block) is not None or hooked(block, "") is not None:
             return ""
-        args, kwargs = as_called(given, names_of(type(block).forward))
-        variant, call, tensors, cache = self.lookup(tuple(args), kwargs, block)
+        args, kwargs = given.apart(names_of(type(block).forward))
+        variant, call, tensors, cache = self.lookup(args, kwargs, block)
         if call is None or cache is not None:
             return ""
         if variant is not None:
@@ -306,7 +306,7 @@ class Kind:
             if key not in self._foreseen:
                 self._foreseen[key] = self._foresee(block, structure, key, tensors)
             like = self._foreseen[key]
-        return "" if like is None else like.text(tensors, given)
+        return "" if like is None else like.text(tensors, given.named)
 
     def _foresee(
         self, block: nn.Module, structure: Structure, key: Any, tensors: list[Tensor]

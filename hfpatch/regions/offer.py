@@ -32,7 +32,7 @@ from hfpatch.regions.foreseen import anchor_of, names_of
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind, in_training
 from hfpatch.regions.listening import is_idle
-from hfpatch.regions.wanted import OPS, refusal
+from hfpatch.regions.wanted import OPS, devices_of, refusal
 
 #: Kinds that are kept when no model has them any more.
 _MOST_KINDS = 256
@@ -92,16 +92,15 @@ def offer(
     roots: Sequence[tuple[str, nn.Module]],
     settings: Settings,
     prepared: Sequence[Prepared],
-    devices: frozenset[str],
-    past: bool,
+    auto: bool,
 ) -> tuple[list[Prepared], list[str]]:
     """The candidates, each with its adapter; and notes on classes whose blocks are none.
 
     Args:
         roots: (name of the component or "", module) pairs.
         prepared: the swaps of the plan: what they take over is no candidate.
-        devices: types of those that a block may lie on.
-        past: whether calls whose cache has entries are captured too.
+        auto: `blocks="auto"`: blocks of what `devices_of` says alone, and no calls whose cache has
+            entries.
     """
     if refusal(settings) is not None:
         return [], []
@@ -121,12 +120,12 @@ def offer(
                 seen.add(id(block))
                 where = ".".join(filter(None, (prefix, path, place)))
                 name = class_of(block).__name__
-                if not _may_be(where, name, block, settings, devices):
+                if not _may_be(where, name, block, settings, devices_of(block, auto)):
                     continue
                 if (why := odd_class(class_of(block)) or _scripted(block)) is not None:
                     foreign.setdefault(why, []).append(where)
                     continue
-                kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, past)
+                kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, not auto)
                 if kind is not None:
                     found.append(_prepare(where, name, block, kind))
     notes = [
@@ -361,7 +360,7 @@ def adapter(
     """What stands as the forward of a candidate.
 
     Args:
-        anchor, weights: of the block, for compiled graphs: see `opaque.call_foreseen`. Without an
+        anchor, weights: of the block, for compiled graphs: see `opaque.call_compiled`. Without an
             anchor they trace the original.
     """
     number, names = kind.number, names_of(original)
@@ -374,7 +373,7 @@ def adapter(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             if anchor:
-                result = opaque.call_foreseen(self, anchor, weights, names, number, args, kwargs)
+                result = opaque.call_compiled(self, anchor, weights, names, number, args, kwargs)
                 if result is not None:
                     return result
             return original(self, *args, **kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 
 from hfpatch import ops
 from hfpatch.planning.settings import Settings
+from hfpatch.proof.subject import class_of
 
 #: What a candidate's fused calls may need.
 OPS = tuple(op.name for op in ops.OPS.values() if op.captured)
@@ -34,8 +35,27 @@ def refusal(settings: Settings) -> str | None:
     return None
 
 
-def may_lie_on(roots: Iterable[nn.Module], settings: Settings, devices: frozenset[str]) -> bool:
-    """Whether a block of these models, which has parameters, may lie on devices of these types."""
+_GPU = frozenset({"cuda"})
+_EVERYWHERE = frozenset({"cpu", "cuda"})
+
+
+def devices_of(module: nn.Module, auto: bool) -> frozenset[str]:
+    """The types of devices on which a block is captured.
+
+    Args:
+        auto: by default, that is: on a CPU only blocks of diffusers (and of classes made of these),
+            whose steps are long and many. A text model's first call of each kind takes longer to be
+            captured there than its calls gain.
+    """
+    bases = class_of(module).__mro__
+    everywhere = not auto or any(c.__module__.startswith("diffusers.") for c in bases)
+    return _EVERYWHERE if everywhere else _GPU
+
+
+def may_lie_on(roots: Iterable[nn.Module], settings: Settings, auto: bool) -> bool:
+    """Whether some block of these models, which has parameters, may be captured where it lies."""
+    roots = list(roots)
+    devices = frozenset().union(*(devices_of(m, auto) for root in roots for m in root.modules()))
     if settings.device is not None:
         return settings.device in devices
     return any(p.device.type in devices for root in roots for p in root.parameters())
