@@ -30,6 +30,7 @@ from hfpatch.regions.nodes import (
     ProjectGelu,
     ProjectParts,
     Table,
+    is_tensor,
     value,
 )
 
@@ -137,6 +138,7 @@ class Interpreter:
     def __init__(self, block: nn.Module, wide: torch.dtype | None) -> None:
         self._modules = dict(block.named_modules())
         self._wide = wide
+        self._given: torch.dtype | None = None  # what the node that is computed was given
 
     def run(self, graph: Any, tensors: list[Tensor]) -> list[Tensor]:
         """The graph's results for a call's tensors."""
@@ -164,6 +166,8 @@ class Interpreter:
     def _node(self, node: Node, values: dict[Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[misc]
+        fakes = (value(n) for n in node.all_input_nodes if is_tensor(n))
+        self._given = next((t.dtype for t in fakes if t.is_floating_point()), None)
         if isinstance(target, Param):
             return self._param(target.path, target.name)
         if isinstance(target, Constant):
@@ -225,8 +229,9 @@ class Interpreter:
         ):
             bias = None if module.bias is None else self._cast(module.bias.detach())
             return F.linear(args[0], self._cast(module.weight.detach()), bias)
-        # of a layer of another kind the module itself is the truth, in the model's dtype
-        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        # of a layer of another kind the module itself is the truth, in the dtype that it was given:
+        # its weights may be stored in another one, and cast by a hook
+        own = self._given
 
         def narrow(held: Any) -> Any:
             is_wide = isinstance(held, Tensor) and held.is_floating_point() and own is not None
