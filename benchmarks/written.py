@@ -72,7 +72,7 @@ def way(model: torch.nn.Module, name: str) -> Iterator[None]:
         hfpatch.restore(model)
 
 
-def measured(name: str, rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
+def measured(name: str, rounds: int, ways: tuple[str, ...] = WAYS) -> dict[str, Any]:
     model, step = CASES[name]()
     row: dict[str, Any] = {"case": name, "few_layers": name in FEW}
     out: dict[str, torch.Tensor] = {}
@@ -83,7 +83,8 @@ def measured(name: str, rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
                 with way(model, each):
                     for _ in range(3):  # captures, packing, choices
                         found = step(model)
-                    torch.cuda.synchronize()
+                    if torch.cuda.is_available():
+                        torch.cuda.synchronize()
                     if not turn:
                         row[f"{each}_first_s"] = time.perf_counter() - began
                         out[each] = _first(found).float().cpu()

@@ -385,7 +385,7 @@ def status(model: Any) -> Report:
         *whole,
         *_heads_in_vain(roots, swaps),
         *autocast_notes(adapters),
-        *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
+        *(flash3.in_use() if candidates or any(s.op == "block" for s in swaps) else ()),
     ]
     decided = Plan(
         name,

@@ -17,25 +17,16 @@ COMPOSED_ACTIVATIONS = {
     "ApproximateGELU",
 }
 
-#: Blocks that are fused as a whole.
+#: Blocks that are fused as a whole by a file of their own: those of other classes are captured.
 FUSED_BLOCKS = {
-    "BasicTransformerBlock",
     "ResnetBlock2D",
     "Transformer2DModel",
-    "LTXVideoTransformerBlock",
     "LTXVideoResnetBlock3d",
     "LTXVideoUpsampler3d",
-    "WanTransformerBlock",
-    "FluxTransformerBlock",
-    "FluxSingleTransformerBlock",
     "Flux2TransformerBlock",
     "Flux2SingleTransformerBlock",
     "HunyuanVideoTransformerBlock",
     "HunyuanVideoSingleTransformerBlock",
-    "JointTransformerBlock",
-    "QwenImageTransformerBlock",
-    "ZImageTransformerBlock",
-    "Lumina2TransformerBlock",
     "CogVideoXBlock",
     "MochiTransformerBlock",
     "LTX2VideoTransformerBlock",
@@ -70,6 +61,8 @@ def is_fused_block(module: nn.Module) -> bool:
 
 def is_norm_of(model: nn.Module, path: str, blocks: list[str]) -> bool:
     parent, _, last = path.rpartition(".")
+    if parent.rpartition(".")[0].endswith(".transformer_blocks") and parent not in blocks:
+        return False  # of a captured block inside of a frame
     called = (type(model.get_submodule(parent)).__name__, last) in CALLED_NORMS
     return "norm" in last and not called and any(path.startswith(f"{b}.") for b in blocks)
 
@@ -107,11 +100,16 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
             found[path] = "rms_norm"
         elif not children and "LayerNorm" in name:
             found[path] = "layer_norm"
-        elif {"gate_proj", "up_proj", "down_proj"} <= children or {
-            "wi_0",
-            "wi_1",
-            "wo",
-        } <= children:
+        elif (
+            {"gate_proj", "up_proj", "down_proj"} <= children
+            or {
+                "wi_0",
+                "wi_1",
+                "wo",
+            }
+            <= children
+            or name == "LuminaFeedForward"
+        ):
             found[path] = "gated"
         elif "gate_up_proj" in children or name in ("GEGLU", "SwiGLU"):
             found[path] = "gated_packed"

@@ -12,6 +12,7 @@ from torch import nn
 from hfpatch.blocks import projections
 from hfpatch.blocks.base import BlockSubject
 from hfpatch.planning.families import all_families
+from hfpatch.regions import offer
 
 
 def groups_of(root: nn.Module) -> list[list[Any]]:
@@ -24,6 +25,19 @@ def groups_of(root: nn.Module) -> list[list[Any]]:
                 groups += subject.packs()
                 break
     return groups
+
+
+def captured_groups_of(root: nn.Module) -> list[list[Any]]:
+    """The same of captured blocks, each group once, as far as calls have decided."""
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for block in root.modules():
+        for kind in offer._kinds.values():
+            if block not in kind.blocks:
+                continue
+            for paths in (paths for variant in kind.decided for paths in variant.packs):
+                group = [block.get_submodule(path) for path in paths]
+                found[tuple(map(id, group))] = group
+    return list(found.values())
 
 
 def share_storage(group: list[Any]) -> bool:

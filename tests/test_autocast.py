@@ -357,7 +357,8 @@ def test_a_quantized_layer_behind_an_activation(
 
 
 def test_parts_of_blocks() -> None:
-    """A fused block hands over, and says so; in training its parts run their own kernels."""
+    """A fused block hands over, and says so, whether it has a file (the frame around a UNet's
+    blocks) or is captured; in training its parts run their own kernels."""
     entry = zoo.ENTRIES["sd15-unet"]
     model = entry.build()
     inputs, plain = entry.inputs(model, FP32), copy.deepcopy(model)
@@ -371,7 +372,16 @@ def test_parts_of_blocks() -> None:
     with pytest.warns(RuntimeWarning, match="was called under autocast"):
         assert off(run(model), expected) <= 0.03
     notes = hfpatch.status(model).notes
-    assert "`BasicTransformerBlock` under autocast: the original, not fused" in notes
+    assert "`Transformer2DModel` under autocast: the original, not fused" in notes
+    blocks = hfpatch.status(model).plan.candidates
+    assert blocks and {c.state for c in blocks} == {"left"}
+    assert {c.reason for c in blocks} == {"it is called under autocast: its parts run"}
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(
+                entry.output(model(**inputs)), entry.output(plain(**inputs)), rtol=1e-4, atol=1e-5
+            )
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
     hfpatch.apply(model, mode="training")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="hfpatch")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from support.captured import paths
 from torch._dynamo.testing import CompileCounter
 
 import hfpatch
@@ -67,6 +68,7 @@ def test_every_way_gets_its_turns(
         call()
         if warmup == models.WARM_UP:  # else it asks how fast the model is
             swaps = {s.op for s in hfpatch.status(model).swaps}
+            swaps |= {"block"} if paths(model) else set()
             blocks = any(has_own_call(m.__dict__) for m in model.modules())
             turns.append((swaps, blocks))
             compiled.append(counter.frame_count)
@@ -111,7 +113,7 @@ def test_every_class_with_a_file_is_measured(
     assert found >= BLOCKS.keys() - NEVER_CAPTURED
 
 
-@pytest.mark.parametrize("entry", ["sana", "qwen-image"])
+@pytest.mark.parametrize("entry", ["sana", "flux2"])
 def test_blocks_with_a_file_beside_their_capture(
     entry: str, written: ModuleType, kernels_module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

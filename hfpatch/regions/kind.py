@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.blocks.memo import current_operator
 from hfpatch.blocks.opaque import Given
 from hfpatch.per_object import PerObject
 from hfpatch.proof.copies import CannotReplicateError
@@ -132,6 +131,11 @@ class Kind:
     def decisions(self) -> int:
         """How often a call was decided on: more of them, and there was one of a new kind."""
         return len(self.decided) + len(self.refused) + sum(self._tries.values())
+
+    def left_to_autocast(self) -> bool:
+        """True; it is noted where nothing else is known of the kind's calls."""
+        self.unfit = "it is called under autocast: its parts run"
+        return True
 
     def split(self, block: nn.Module) -> str | None:
         """Why calls of this block are none that can be captured now: others' may be."""
@@ -319,7 +323,9 @@ class Kind:
             return None
         try:
             with quietly(tensors[0].device.type):
-                captured = self._captured(stand_beside(block), structure, tensors)
+                captured = capture(
+                    stand_beside(block), structure, tensors, self.leaves, self.numbers
+                )
                 like, before = like_of(captured), launches(captured.graph)
                 _rewritten(captured, block)
         except (CannotReplicateError, Uncapturable) as e:
@@ -339,12 +345,6 @@ class Kind:
     def _refuse(self, kinds: Any, key: Any, why: str) -> None:
         self.refused[kinds] = why
         self._remember(key, None)
-
-    def _captured(self, beside: nn.Module, structure: Structure, tensors: list[Tensor]) -> Captured:
-        given = (beside, structure, tensors, self.leaves, self.numbers)
-        if current_operator() is None:
-            return capture(*given)
-        return apart(lambda: capture(*given))
 
     def _prove(
         self,
@@ -379,7 +379,7 @@ class Kind:
                 beside = stand_beside(block)
             except CannotReplicateError as e:
                 raise Uncapturable(str(e)) from e
-            captured = self._captured(beside, structure, tensors)
+            captured = capture(beside, structure, tensors, self.leaves, self.numbers)
             like = like_of(captured)
             same = guard(block, captured.read, captured.called, self.numbers)
             if not same(block):

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
 
 from hfpatch import packing, swap
 from hfpatch.blocks import opaque
+from hfpatch.blocks.memo import current_operator
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.leaves.recorded import may_record
 from hfpatch.ops import KERNEL_DTYPES
@@ -24,6 +26,7 @@ from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, class_of, coded, is_dense, is_dtensor, watched
 from hfpatch.proof.unchanged import Part, ProcessorPart, hooks_on_all, layers_replaced
+from hfpatch.regions.apart import apart
 from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.deferred import is_deferred
@@ -380,13 +383,14 @@ def adapter(
         # its class is another one, or was patched
         if type(self).forward is not original or own.__code__ is not code:
             return type(self).forward(self, *args, **kwargs)
+        if watched():  # asked first: a trace notes each size that is read
+            return original(self, *args, **kwargs)
         variant, call, tensors, cache = lookup(args, kwargs, self)
         if (
             call is None
             or not tensors
             or (variant is None and (call[1] in known or is_deferred()))
-            or watched()
-            or autocast("cuda" if tensors[0].is_cuda else "cpu")
+            or (autocast("cuda" if tensors[0].is_cuda else "cpu") and kind.left_to_autocast())
             or hooks_on_all()
             or layers_replaced()
             or (grad_enabled() and may_record(self, tensors, is_idle))
@@ -394,14 +398,33 @@ def adapter(
         ):
             return original(self, *args, **kwargs)
         if variant is None:
-            return kind.decide(self, call, tensors, lambda: original(self, *args, **kwargs))
+            made = _outside(
+                lambda: kind.decide(self, call, tensors, lambda: original(self, *args, **kwargs))
+            )
+            return _own(made) if current_operator() is not None else made
         if not (variant.same(self) and variant.given(tensors)):
             return original(self, *args, **kwargs)
         if variant.packs and self not in _packed:
-            _pack(self, variant.packs)
+            _outside(lambda: _pack(self, variant.packs))
         return variant.run(self, tensors, cache)
 
     return forward
+
+
+def _outside(function: Callable[[], Any]) -> Any:
+    """`function()`, outside of a compiled graph whose operator is called now."""
+    if current_operator() is None or _in_capture():
+        return function()
+    return apart(function)
+
+
+def _own(made: Any) -> Any:
+    """The same in memory that this thread allocates, as a graph expects of its operator."""
+    return pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, made)
+
+
+def _in_capture() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_partitioned(block: nn.Module) -> bool:
@@ -413,7 +436,7 @@ def _is_partitioned(block: nn.Module) -> bool:
 
 def _pack(block: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Make one of the weights that one product serves; the first fused call of a block does it."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _in_capture():
         return
     moved: list[tuple[Any, ...]] = []
     _packed[block] = moved

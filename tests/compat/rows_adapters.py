@@ -299,8 +299,13 @@ FUSED_QKV = (
     "they go to the original. (Fused blocks pack these weights themselves.)"
 )
 QUANTIZED = (
-    "Where the layers are quantized first, this fused block cannot read off them in which dtype it "
-    "computes: its parts are patched."
+    "Where the layers are quantized first, some fused blocks cannot read off them in which dtype "
+    "they compute, and where they are quantized later captured blocks go to the original until "
+    "`apply` is called again: their parts are patched."
+)
+SOMEBODYS = (
+    "A captured block was proven with other layers where these come later: it goes to the original "
+    "until `apply` is called again; its parts are patched."
 )
 
 ROWS = (
@@ -344,6 +349,7 @@ ROWS = (
         replaced(counting_linear),
         calls_of_linears,
         forwards=1,
+        why={"partly": SOMEBODYS},
     ),
     Row(GROUP, "torchao int8, weights only", torchao_int8, why={"partly": QUANTIZED}),
     Row(GROUP, "bitsandbytes 8 bit", replaced(bnb_8bit), why={"partly": QUANTIZED}),

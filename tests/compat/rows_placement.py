@@ -238,9 +238,9 @@ MADE_ANEW = (
     "`from_pretrained` makes a new model, which is not patched: call `apply` on what it returns."
 )
 CAST = (
-    "With fp8 storage the weights of a block have several dtypes, which the fused blocks do not "
-    "take: their parts are patched where casting comes first; where it comes later the blocks "
-    "find each layer in its compute dtype."
+    "With fp8 storage the weights of a block have several dtypes. A captured block is proven with "
+    "them where casting comes first; where it comes later it goes to the original until `apply` is "
+    "called again. Not every capture can be made of them."
 )
 
 ROWS = (

@@ -27,9 +27,10 @@ def moved(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("name", ["ltx", "wan", "flux"])
+@pytest.mark.parametrize("name", ["ltx", "wan", "flux", "vit", "qwen-image"])
+@pytest.mark.parametrize("called", [False, True])
 def test_compiled_and_patched(
-    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, mode: str, called: bool
 ) -> None:
     """As near to eager as the patched model is, in one graph that calls every block."""
     torch._dynamo.reset()
@@ -48,13 +49,16 @@ def test_compiled_and_patched(
     model, inputs = model.cuda(), inputs | {"return_dict": False}
     expected = run(model, inputs)
     report = hfpatch.apply(model)
-    blocks = {s.path for s in report.swaps if s.path.split(".")[-1].isdigit()}
+    blocks = {c.path for c in report.plan.candidates}
+    if called:  # else the operators' first calls decide
+        run(model, inputs)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    results = [run(compiled, inputs) for _ in range(4)]
     scale = expected.float().abs().max()
     limit = 2 * (run(model, inputs).float() - expected.float()).abs().max() / scale + 0.02
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
-    for _ in range(4):
-        got = run(compiled, inputs)
+    for got in results:
         assert (got.float() - expected.float()).abs().max() / scale <= limit
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
     paths = {module: path for path, module in model.named_modules()}
     assert {paths[block] for block in found} == blocks != set()
     hfpatch.restore(model)

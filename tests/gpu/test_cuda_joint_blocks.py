@@ -10,9 +10,10 @@ import pytest
 import torch
 import zoo
 from expect import relative_error
+from support.captured import paths
 from support.nearness import Draw, assert_as_near, draw
 from support.samples import SEEDS, Sample, moved
-from test_joint_blocks import MASKED, ROWS, Row, build, of_batch, pack
+from test_joint_blocks import MASKED, ROWS, Row, assert_fused, build, of_batch, pack
 
 import hfpatch
 
@@ -48,6 +49,8 @@ def test_numbers(row: Row, dtype: torch.dtype, batch: int, packed: bool) -> None
         if packed:
             pack(sample.model)
         hfpatch.apply(sample.model)
+        with torch.no_grad():
+            assert_fused(row, sample.model, sample.inputs[0])
         draws += sample.draws()
         again, patched = (entry.run(sample.model, sample.inputs[0]) for _ in range(2))
         assert torch.equal(again, patched)  # the same kernels on the same tensors
@@ -67,7 +70,8 @@ def test_masks(row: Row, kept: str, inference: bool) -> None:
     model, inputs = model.cuda(), moved(inputs, "cuda")
     hfpatch.apply(model)
     with torch.inference_mode(inference):
-        assert relative_error(entry.run(model, inputs).cpu(), truth) < 1e-4
+        for _ in range(3):  # a captured block decides, packs, runs
+            assert relative_error(entry.run(model, inputs).cpu(), truth) < 1e-4
 
 
 @families
@@ -87,6 +91,7 @@ def test_launches_less_than_half(row: Row) -> None:
         before = launches(lambda: block(*args, **kwargs))
         pack(model)
         hfpatch.apply(model)
+        assert_fused(row, model, inputs)
         after = launches(lambda: block(*args, **kwargs))
     assert after * 2 < before, (after, before)
 
@@ -101,6 +106,7 @@ def test_in_a_graph(row: Row) -> None:
     model, inputs = build(row, torch.bfloat16)
     model, inputs = model.cuda(), moved(of_batch(inputs, 1), "cuda")
     hfpatch.apply(model)
+    assert_fused(row, model, inputs)
     blocks: Any = [model.get_submodule(path) for path in row.blocks]
     calls: dict[Any, Any] = {}
     for block in blocks:
@@ -133,7 +139,7 @@ def test_flux_at_its_real_size(name: str) -> None:
 
     torch.manual_seed(0)
     with torch.device("cuda"):
-        block = getattr(flux, name)(3072, 24, 128).bfloat16().requires_grad_(False)
+        block = getattr(flux, name)(3072, 24, 128).bfloat16().eval().requires_grad_(False)
         angles = torch.randn(4608, 64).repeat_interleave(2, -1)
         calls = [
             {
@@ -147,7 +153,10 @@ def test_flux_at_its_real_size(name: str) -> None:
     before = [block(**call) for call in calls]
     in_fp32 = copy.deepcopy(block).float()  # 2^16 times finer than bf16
     pack(block)
-    hfpatch.apply(torch.nn.ModuleList([block]))
+    blocks = torch.nn.ModuleList([block])
+    hfpatch.apply(blocks)
+    block(**calls[0])  # decides
+    assert paths(blocks) == {"0"}
     draws: list[list[Draw]] = [[], []]  # of each of the block's two results
     for call, eager in zip(calls, before, strict=True):
         exact = in_fp32(**{k: v if isinstance(v, tuple) else v.float() for k, v in call.items()})

@@ -197,7 +197,7 @@ def test_any_configuration_is_made_small_or_refused(kind: str) -> None:
 def test_blocks_that_are_fused_by_code_of_their_own() -> None:
     import zoo
 
-    entry = zoo.ENTRIES["ltx"]
+    entry = zoo.ENTRIES["cogvideox"]
     model = entry.build()
     with pytest.raises(ValueError, match=r"code that was written for its class \(docs/families"):
         explain(model, "transformer_blocks.0", entry.inputs(model))

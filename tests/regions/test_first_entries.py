@@ -19,7 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 import hfpatch
-from hfpatch.regions import first_entries, offer
+from hfpatch.regions import first_entries, offer, wanted
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -38,10 +38,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_entries, "_DEVICES", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(first_entries, "_MANY_BYTES", 0)
     monkeypatch.setattr(first_entries, "_known", {})
-    real = offer.offer
-    monkeypatch.setattr(
-        offer, "offer", lambda *given, **more: real(*given[:3], frozenset({"cpu", "cuda"}), **more)
-    )
+    monkeypatch.setattr(wanted, "_GPU", frozenset({"cpu", "cuda"}))
     offer.forget()
 
 

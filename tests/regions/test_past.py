@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaModel
 
-from hfpatch.regions import offer
+from hfpatch.regions import offer, wanted
 
 
 def model() -> Any:
@@ -28,9 +28,8 @@ def test_a_call_with_entries(
     import hfpatch
 
     real = offer.offer
-    monkeypatch.setattr(
-        offer, "offer", lambda *given, **_: real(*given[:3], frozenset({"cpu"}), past=past)
-    )
+    monkeypatch.setattr(wanted, "_GPU", frozenset({"cpu"}))
+    monkeypatch.setattr(offer, "offer", lambda *given: real(*given[:3], auto=not past))
     offer.forget()
     plain, patched = model(), model()
     hfpatch.apply(patched, blocks=True)
@@ -38,11 +37,11 @@ def test_a_call_with_entries(
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     with torch.no_grad():
         for part in (ids[:, :16], ids[:, 16:], ids[:, :3]):
-            wanted, got = (
+            expected, got = (
                 m(part, past_key_values=cache)[0]
                 for m, cache in zip((plain, patched), caches, strict=True)
             )
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     (kind,) = offer._kinds.values()
     caches_of = [structure.cache for structure, *_ in kind.variants]
     states = {state.past for state in caches_of if state is not None}

@@ -16,19 +16,25 @@ import pytest
 from torch import nn
 
 import hfpatch
-from hfpatch.planning.families import NEVER_CAPTURED, without_files
+from hfpatch.planning.families import BLOCKS, NEVER_CAPTURED, without_files
 
 ALL = os.environ.get("HFPATCH_TEST_CAPTURES") == "1"
-#: Rows of blocks_single.py that are tested so without being asked for.
-OFTEN = ("unet", "pixart", "sana")
+#: Rows of blocks_single.py whose class has a file and that are tested so without being asked for.
+OFTEN = ("sana",)
 
 
 def with_captures(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of tests, and behind them those that are tested as captures too, by other names."""
-    return dict(rows) | {
+    """The rows of tests, as captures where their class has no file; and behind them those whose
+    class has one and that are tested as captures too, by other names."""
+    files = {name: type(row.make()).__name__ in BLOCKS for name, row in rows.items()}
+    return {
+        name: row if files[name] else dataclasses.replace(row, captured=True)
+        for name, row in rows.items()
+    } | {
         f"{name}, captured": dataclasses.replace(row, captured=True)
         for name, row in rows.items()
-        if name in OFTEN or (ALL and type(row.make()).__name__ not in NEVER_CAPTURED)
+        if files[name]
+        and (name in OFTEN or (ALL and type(row.make()).__name__ not in NEVER_CAPTURED))
     }
 
 
