@@ -109,8 +109,8 @@ def apply(
             written for: at the first call of a kind what a block computes is captured, rewritten
             and proven on that call's arguments, while the original computes its result. Until then
             they are `candidates` of the report; `status` says what came of them. "auto": those on
-            a GPU, and calls without a cache that has entries; True: those on the CPU too, where it
-            gains little, and all calls; False: none; None: as "auto".
+            a GPU, diffusers' on a CPU too, and calls without a cache that has entries; True: all
+            on the CPU too, where texts gain little, and all calls; False: none; None: as "auto".
         gain: None: what is known to be faster is swapped. "time": beside that, the original and the
             patched forward of each kind of module are timed on the first calls that come without
             gradients, in turns, and the faster is kept for calls of that size; `status` shows both
