@@ -7,18 +7,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfpatch.proof.library import called_by_forward, functions_of, reached
 
 _DISPATCH = "diffusers.models.attention_dispatch"
+_NATIVE = "scaled_dot_product_attention"
 
 
-class SplitAttention(Exception):
+class OtherAttention(Exception):
+    """Why what an attention runs now is nothing that a capture could hold."""
+
+
+class SplitAttention(OtherAttention):
     """An attention's tokens are spread over several processes."""
 
     def __init__(self) -> None:
         super().__init__("its attention is split over several GPUs")
+
+
+class ReplacedAttention(OtherAttention):
+    """Somebody put a function of his own in the place of PyTorch's, which the dispatcher calls."""
+
+    def __init__(self) -> None:
+        super().__init__(f"`F.{_NATIVE}`, which its attention calls, was replaced")
 
 
 def backend_of(name: Any = None) -> tuple[Any, Any]:
@@ -35,7 +48,8 @@ def choice_of(block: nn.Module) -> Callable[[nn.Module], Any] | None:
     """A function of a block that is built as this one: the backends that its attentions are
     dispatched to, as a key; None if its code calls no dispatcher.
 
-    The function raises SplitAttention where an attention is spread over several processes.
+    The function raises OtherAttention where an attention is spread over several processes, or calls
+    a function that stands in the place of PyTorch's.
     """
     if not _dispatches(block):
         return None
@@ -57,9 +71,27 @@ def choice_of(block: nn.Module) -> Callable[[nn.Module], Any] | None:
             if getattr(processor, "_parallel_config", None) is not None:
                 raise SplitAttention
             found.append(getattr(processor, "_attention_backend", None))
-        return backend_of(), tuple(backend_of(name) if name is not None else None for name in found)
+        chosen = backend_of(), tuple(backend_of(n) if n is not None else None for n in found)
+        if is_replaced():
+            own = (chosen[0], *(c for c in chosen[1] if c is not None))
+            if any(_NATIVE in _names_in(function) for _, function in own):
+                raise ReplacedAttention
+        return chosen
 
     return choice
+
+
+def is_replaced() -> bool:
+    """Whether another function stands in the place of PyTorch's attention, as of a library that
+    has a faster one."""
+    found: Any = torch.nn.functional.scaled_dot_product_attention
+    return found is not torch._C._nn.scaled_dot_product_attention
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The names in a function's code, of which none is known where it has none."""
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", (_NATIVE,))
+    return names
 
 
 def _dispatches(block: nn.Module) -> bool:

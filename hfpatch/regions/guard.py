@@ -13,7 +13,7 @@ from torch import Tensor, nn, strided
 
 from hfpatch.direct_calls import DIRECT, has_own_call
 from hfpatch.proof.keys import names_read
-from hfpatch.proof.library import called_by_forward, is_installed, reached
+from hfpatch.proof.library import called_by_forward, functions_of, is_installed, reached
 from hfpatch.proof.subject import class_of, coded
 from hfpatch.proof.surroundings import functions_of_torch
 from hfpatch.proof.unchanged import (
@@ -196,13 +196,21 @@ def _named(scope: dict[str, Any], value: Any) -> str:
 
 
 def _functions(modules: dict[str, nn.Module], scope: dict[str, Any]) -> Iterator[str]:
-    """That what the code finds by name, and what that finds in turn, is what it was."""
+    """That what the code finds by name, a processor's too, and what that finds in turn, is what it
+    was."""
     kinds = {class_of(m): m for m in modules.values()}
-    found = {
-        (id(held), name): (held, function)
+    code = [
+        called_by_forward(m)
         for cls, m in kinds.items()
         if cls.__module__.startswith(("diffusers", "transformers"))
-        for held, name, function in reached(called_by_forward(m))
+    ]
+    for cls in {type(m.__dict__.get("processor")): None for m in modules.values()}:
+        members = [v for base in cls.__mro__[:-1] for v in vars(base).values()]
+        code.append([f for v in members for f in functions_of(v)])
+    found = {
+        (id(held), name): (held, function)
+        for functions in code
+        for held, name, function in reached(functions)
     }
     for j, ((_, name), (held, function)) in enumerate(found.items()):
         scope[f"g{j}"], scope[f"h{j}"], scope[f"b{j}"] = held, function, function.__code__

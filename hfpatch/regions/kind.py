@@ -20,7 +20,7 @@ from torch import nn
 from hfpatch.blocks.opaque import Given
 from hfpatch.per_object import PerObject
 from hfpatch.proof.copies import CannotReplicateError
-from hfpatch.proof.dispatch import SplitAttention
+from hfpatch.proof.dispatch import OtherAttention
 from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import is_dense
 from hfpatch.regions.apart import apart
@@ -142,7 +142,7 @@ class Kind:
         try:
             if self.backends is not None:
                 self.backends(block)
-        except SplitAttention as e:
+        except OtherAttention as e:
             return str(e)
         return None
 
@@ -179,7 +179,7 @@ class Kind:
         if self.backends is not None:
             try:
                 chosen = self.backends(block)
-            except SplitAttention:  # see `split`
+            except OtherAttention:  # see `split`
                 return None, None, None, None
         key = (structure, tuple(sizes), chosen)
         try:

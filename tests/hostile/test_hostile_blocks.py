@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hfpatch
-from hfpatch.planning.plan import Plan
+from hfpatch.regions import offer
+from hfpatch.regions.kind import runs_seen
 
 pytestmark = pytest.mark.filterwarnings("ignore:hfpatch")
 
@@ -28,12 +30,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:hfpatch")
 @pytest.fixture(autouse=True)
 def _kernels(kernels_module: object) -> None:
     """The compiled kernels must be there: these tests are about them."""
+    offer.forget()
 
 
 class Root(nn.Module):
+    """A model of one block, which stands in a list, as a block that is captured must."""
+
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block = block
+        self.blocks = nn.ModuleList([block])
+
+    @property
+    def block(self) -> Any:
+        return self.blocks[0]
 
     def forward(self, **kwargs: Any) -> Any:
         return self.block(**kwargs)
@@ -58,41 +67,79 @@ def ltx_call(tokens: int = 9) -> dict[str, Any]:
     }
 
 
+def fused_in(run: Callable[[], Any]) -> set[int]:
+    """The ids of blocks that ran by a capture meanwhile."""
+    with runs_seen(offer._kinds.values()) as seen:
+        run()
+    return seen
+
+
 def check(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     *,
     fused: bool | None = None,
-    after: Callable[[nn.Module], object] = lambda model: None,
-) -> Plan:
-    """Plan, apply, call, restore; each compared with a twin that is never patched."""
+    still: bool | None = None,
+    after: Callable[[nn.Module], object] | None = None,
+) -> str:
+    """Plan, apply, call, restore; each compared with a twin that is never patched.
+
+    Args:
+        fused: whether blocks run by captures once they are decided.
+        still: whether they do after `after`.
+        after: what is done behind `apply`: once before the first call, which decides, and once to
+            blocks that were decided. What it gives is called at the end, to undo it.
+
+    Returns:
+        All reasons why blocks, or what is in them, are left as they are.
+    """
+    said = ""
+    for calls in (2,) if after is None else (0, 2):
+        said += _check(copy.deepcopy(model), run, calls, fused, still, after)
+    return said
+
+
+def _check(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    calls: int,
+    fused: bool | None,
+    still: bool | None,
+    after: Callable[[nn.Module], object] | None,
+) -> str:
+    offer.forget()
     twin = copy.deepcopy(model)
     before, process = state_of(model), process_state()
-    decided = hfpatch.plan(model)
+    hfpatch.plan(model)
     assert state_of(model) == before and process_state() == process
     report = hfpatch.apply(model)
     assert state_of(model) == before and process_state() == process
-    if fused is not None:
-        assert any(s.op == "block" for s in report.swaps) == fused, report
-    after(model)
-    after(twin)
     with torch.no_grad():
+        for _ in range(calls):
+            same(run(model), run(twin), exactly=False)
+        if calls and fused is not None:
+            assert bool(fused_in(lambda: run(model))) is fused, hfpatch.status(model)
+            run(twin)  # a block that counts is called as often
+        undone = [after(m) for m in (model, twin)] if after is not None else []
         for _ in range(2):
             same(run(model), run(twin), exactly=False)
+        if after is not None and still is not None:
+            assert bool(fused_in(lambda: run(model))) is still, hfpatch.status(model)
+            run(twin)
+        now = hfpatch.status(model)
+        for undo in filter(callable, reversed(undone)):
+            undo()
         hfpatch.restore(model)
         ours, theirs = state_of(model), state_of(twin)
         for k in ours.keys() | theirs.keys():  # hooks name what they were copied from
             assert k.endswith("_hooks") or ours[k] == theirs[k], k
         same(run(model), run(twin), exactly=True)
-    return decided
+    left = [f"{c.path}: {c.reason}" for c in now.plan.candidates if c.reason]
+    return "\n".join([*left, *(f"{s.path}: {s.reason}" for s in report.skips), *report.notes])
 
 
 def run_ltx(model: nn.Module) -> Any:
     return model(**ltx_call())
-
-
-def reason(decided: Plan, path: str = "block") -> str:
-    return next(s.reason for s in decided.skips if s.path == path)
 
 
 # Wrapped feed-forwards ---------------------------------------------------------------------------
@@ -127,9 +174,29 @@ class Doubled(nn.Module):
         return self.inner(*args, **kwargs) * 2
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Doubled])
+def checkpointed(inner: nn.Module) -> nn.Module:
+    """In the mode of what it wraps: as it comes, it is in training mode."""
+    return checkpoint_wrapper(inner).train(inner.training)  # type: ignore[no-any-return]
+
+
+class Counted(Doubled):
+    """And counts its calls."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+WRAPPED = [
+    *((name, wrap) for name in FAMILIES for wrap in (checkpoint_wrapper, Doubled)),
+    *((name, checkpointed) for name in ("ltx", "flux2")),
+]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "wrap"), WRAPPED)
 def test_wrapped_feed_forwards(name: str, when: str, wrap: Callable[[nn.Module], Any]) -> None:
     entry = zoo.ENTRIES[name]
     model = entry.build()
@@ -144,24 +211,40 @@ def test_wrapped_feed_forwards(name: str, when: str, wrap: Callable[[nn.Module],
     paths = {path for path, _, _ in blocks_of(model)}
     if when == "before":
         wrapped(model)
-    decided = check(
-        model,
-        lambda m: entry.run(m, inputs),
-        after=wrapped if when == "after" else lambda m: None,
-    )
+    said = check(model, lambda m: entry.run(m, inputs), after=wrapped if when == "after" else None)
     if when == "before":
-        reasons = [s.reason for s in decided.skips if s.path in paths]
-        assert reasons  # a block of a text refiner is no family's, and is not in the report
-        assert all(type(wrap(nn.Identity())).__name__ in r for r in reasons)
+        reasons = [r for r in said.splitlines() if r.partition(":")[0] in paths]
+        if wrap is checkpoint_wrapper:
+            assert sum("is in training mode" in r for r in reasons) == len(paths)
+        written = [r for r in reasons if "expected" in r]  # of classes that have a file
+        assert all(type(wrap(nn.Identity())).__name__ in r for r in written)
+        assert bool(written) == (name in ("flux2", "hunyuan-video", "cogvideox", "ltx2"))
 
 
-@pytest.mark.parametrize("row", [n for n in ROWS if ROWS[n].linear == "attn1.to_q"][:3])
+@pytest.mark.parametrize("row", ["cogvideox", "sana", "ltx-2"])
 def test_wrapped_feed_forwards_of_single_blocks(row: str) -> None:
     model = Root(zoo.randomize_(ROWS[row].make()).eval().requires_grad_(False))
     name = next(n for n in FEED_FORWARDS if n in model.block._modules)
-    model.block._modules[name] = checkpoint_wrapper(model.block._modules[name])  # type: ignore
+    model.block._modules[name] = checkpoint_wrapper(model.block._modules[name])
     call = next(iter(ROWS[row].calls.values()))(draw, 2, 7)
-    assert "CheckpointWrapper" in reason(check(model, lambda m: m(**call), fused=False))
+    assert "CheckpointWrapper" in check(model, lambda m: m(**call), fused=False)
+
+
+@pytest.mark.parametrize("row", [n for n in ROWS if ROWS[n].linear == "attn1.to_q"][:3])
+def test_a_feed_forward_of_somebodys_that_a_capture_calls(row: str) -> None:
+    """It is called in its place, at the first call once, as at every other."""
+    model = Root(zoo.randomize_(ROWS[row].make()).eval().requires_grad_(False))
+    name = next(n for n in FEED_FORWARDS if n in model.block._modules)
+    model.block._modules[name] = Counted(model.block._modules[name])
+    call = next(iter(ROWS[row].calls.values()))(draw, 2, 7)
+    check(model, lambda m: m(**call), fused=True)
+    hfpatch.apply(model)
+    held = model.block._modules[name]
+    calls = held.calls
+    for i in range(3):
+        with torch.no_grad():
+            model(**call)
+        assert held.calls == calls + i + 1
 
 
 # Classes that are not the library's --------------------------------------------------------------
@@ -217,51 +300,128 @@ def test_a_subclass_of_the_same_name(cls: type[nn.Module]) -> None:
     model = ltx(kind)
     if cls is Scaled:
         model.block.scale = 3.0
-    assert "LTXVideoTransformerBlock" in reason(check(model, run_ltx, fused=False))
+    assert "LTXVideoTransformerBlock` is" in check(model, run_ltx, fused=False)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_adapter_given_later(when: str) -> None:
-    def give(model: nn.Module) -> None:
+    def give(model: Any) -> None:
         torch.manual_seed(0)
-        model.block.adapter = nn.Linear(64, 64)  # type: ignore[union-attr]
-        model.block.extra.append(nn.Tanh())  # type: ignore[union-attr]
+        model.block.adapter = nn.Linear(64, 64)
+        model.block.extra.append(nn.Tanh())
 
     model = ltx(named(Adapted))
     if when == "before":
         give(model)
-    check(model, run_ltx, fused=False, after=give if when == "after" else lambda m: None)
+    check(model, run_ltx, fused=False, after=give if when == "after" else None)
+
+
+def longer(real: Any) -> Any:
+    """What a call with fewer tokens does not show."""
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = real(self, hidden_states, *args, **kwargs)
+        return y * 2 if hidden_states.shape[1] == 9 else y
+
+    return forward
 
 
 def test_a_method_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LTXVideoTransformerBlock.forward
-
-    def longer(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y: Tensor = real(self, hidden_states, *args, **kwargs)
-        return y * 2 if hidden_states.shape[1] == 9 else y
-
+    other = longer(real)
     with monkeypatch.context() as patch:
-        patch.setattr(LTXVideoTransformerBlock, "forward", longer)
-        assert "`forward` of" in reason(check(ltx(), run_ltx, fused=False))
-        longer.__module__, longer.__qualname__ = real.__module__, real.__qualname__
-        assert "`forward` of" in reason(check(ltx(), run_ltx, fused=False))
+        patch.setattr(LTXVideoTransformerBlock, "forward", other)
+        assert "`forward` of" in check(ltx(), run_ltx, fused=False)
+        other.__module__, other.__qualname__ = real.__module__, real.__qualname__
+        assert "`forward` of" in check(ltx(), run_ltx, fused=False)
     check(ltx(), run_ltx, fused=True)
 
 
+def test_a_method_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = LTXVideoTransformerBlock.forward
+
+    def replace(model: nn.Module) -> Callable[[], None]:
+        monkeypatch.setattr(LTXVideoTransformerBlock, "forward", longer(real))
+        return monkeypatch.undo
+
+    check(ltx(), run_ltx, fused=True, still=False, after=replace)
+
+
+def _doubles(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    return hidden_states * 2
+
+
 def test_code_that_was_exchanged() -> None:
-    """In the library's own function, whose name and module stay."""
-    norm = type(ltx().block.norm1)
+    """In the library's own function, whose name and module stay: a capture is of the code that
+    runs, and the norm, which is no RMS norm now, is left as it is."""
+    norm: Any = type(ltx().block.norm1)
     real = norm.forward.__code__
-
-    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return hidden_states * 2
-
-    norm.forward.__code__ = forward.__code__
+    norm.forward.__code__ = _doubles.__code__
     try:
-        decided = check(ltx(), run_ltx, fused=False)
+        said = check(ltx(), run_ltx)
     finally:
         norm.forward.__code__ = real
-    assert "is not as the library has it" in reason(decided)
+    assert "blocks.0.norm1: " in said
+
+
+def test_code_that_is_exchanged_later() -> None:
+    norm: Any = type(ltx().block.norm1)
+    real = norm.forward.__code__
+
+    def exchange(model: nn.Module) -> Callable[[], None]:
+        norm.forward.__code__ = _doubles.__code__
+        return lambda: setattr(norm.forward, "__code__", real)
+
+    try:
+        check(ltx(), run_ltx, fused=True, still=False, after=exchange)
+    finally:
+        norm.forward.__code__ = real
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("ltx", "transformer_ltx", "apply_rotary_emb"),
+        ("ltx", "transformer_ltx", "dispatch_attention_fn"),
+        ("wan", "transformer_wan", "_get_qkv_projections"),
+        ("qwen-image", "transformer_qwenimage", "apply_rotary_emb_qwen"),
+    ],
+)
+def test_a_function_that_a_processor_calls_is_replaced_later(
+    name: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build()
+    inputs = entry.inputs(model)
+    home = importlib.import_module(f"diffusers.models.transformers.{module}")
+    real = getattr(home, function)
+
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        y = real(*args, **kwargs)
+        return y / 2 if isinstance(y, Tensor) else tuple(t / 2 for t in y)
+
+    def replace(model: nn.Module) -> Callable[[], None]:
+        monkeypatch.setattr(home, function, halved)
+        return monkeypatch.undo
+
+    check(model, lambda m: entry.run(m, inputs), fused=True, after=replace)
+    offer.forget()
+    twin = copy.deepcopy(model)
+    usual = entry.run(twin, inputs)
+    hfpatch.apply(model)
+    for _ in range(2):
+        entry.run(model, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(home, function, halved)
+        expected = entry.run(twin, inputs)
+        assert (expected - usual).norm() > 1e-2 * usual.norm()
+        assert not fused_in(lambda: same(entry.run(model, inputs), expected, exactly=False))
+        hfpatch.apply(model)  # which takes it as it is now
+        for _ in range(2):
+            same(entry.run(model, inputs), expected, exactly=False)
+    assert not fused_in(lambda: same(entry.run(model, inputs), usual, exactly=False))
+    hfpatch.apply(model)
+    assert fused_in(lambda: same(entry.run(model, inputs), usual, exactly=False))
 
 
 # Processors --------------------------------------------------------------------------------------
@@ -281,9 +441,10 @@ def test_a_processor_of_the_same_name() -> None:
     def give(model: Any) -> None:
         model.block.attn1.set_processor(Tripled())
 
-    check(ltx(), run_ltx, fused=True, after=give)
+    said = check(ltx(), run_ltx, fused=True, still=False, after=give)
+    assert said.count("it is not what it was at `apply`") == 2
     give(model)
-    assert "processor" in reason(check(model, run_ltx, fused=False))
+    assert "processor" in check(model, run_ltx, fused=False)
 
 
 def test_a_processor_whose_call_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,21 +455,35 @@ def test_a_processor_whose_call_is_replaced_later(monkeypatch: pytest.MonkeyPatc
         y: Tensor = call(self, *args, **kwargs)
         return y / 2
 
-    def replace(model: nn.Module) -> None:
+    def replace(model: nn.Module) -> Callable[[], None]:
         monkeypatch.setattr(real, "__call__", halved)
+        return monkeypatch.undo
 
-    check(ltx(), run_ltx, fused=True, after=replace)
-    assert "processor" in reason(check(ltx(), run_ltx, fused=False))
+    check(ltx(), run_ltx, fused=True, still=False, after=replace)
+    replace(ltx())
+    assert "processor" in check(ltx(), run_ltx, fused=False)
 
 
 def test_a_processor_with_a_setting() -> None:
     def give(model: Any) -> None:
         model.block.attn2.processor.scale = 2.0
 
+    check(ltx(), run_ltx, fused=True, still=False, after=give)
     model = ltx()
-    check(model, run_ltx, fused=True, after=give)
     give(model)
-    assert "processor" in reason(check(model, run_ltx, fused=False))
+    check(model, run_ltx, fused=True)  # its code does not ask for it, and a capture is of that
+
+
+def test_a_setting_that_a_processor_asks_for() -> None:
+    """As Wan's of each of its attentions: `is_cross_attention`, and `heads`."""
+
+    def give(model: Any) -> None:
+        model.block.attn1.heads = 2
+
+    check(ltx(), run_ltx, fused=True, still=False, after=give)
+    model = ltx()
+    give(model)
+    check(model, run_ltx)
 
 
 # Mutations: one plain attribute of one module ----------------------------------------------------
@@ -362,23 +537,31 @@ def test_a_setting_that_is_another(name: str, when: str) -> None:
         twin = copy.deepcopy(model)
         if when == "after":
             hfpatch.apply(model)
+            for _ in range(2):  # a block that is captured is decided at its first call
+                outcome(model, call)
         for m in (model, twin):
             setattr(m.get_submodule(path), k, value)
         if when == "before":
             hfpatch.apply(model)
-        got, expected = outcome(model, call), outcome(twin, call)
-        assert isinstance(got, type) == isinstance(expected, type), (path, k)
-        if not isinstance(expected, type):
-            same(got, expected, exactly=False)
+        expected = outcome(twin, call)
+        for _ in range(2):
+            got = outcome(model, call)
+            assert isinstance(got, type) == isinstance(expected, type), (path, k)
+            if not isinstance(expected, type):
+                same(got, expected, exactly=False)
 
 
 def test_an_attribute_of_somebodys() -> None:
+    """Which the library's code does not ask for: a capture is of that code."""
+
+    def give(model: Any) -> None:
+        model.block.adapter_scale = 2.0
+        model.block._mark_of_a_loader = True
+
     model = ltx()
-    model.block.adapter_scale = 2.0
-    assert "`adapter_scale`" in reason(check(model, run_ltx, fused=False))
-    model = ltx()
-    model.block._mark_of_a_loader = True
+    give(model)
     check(model, run_ltx, fused=True)
+    check(ltx(), run_ltx, fused=True, still=True, after=give)
 
 
 # Hooks on all modules ----------------------------------------------------------------------------
@@ -388,6 +571,10 @@ def test_hooks_on_all_modules_fire_inside_of_a_block() -> None:
     model = ltx()
     twin = copy.deepcopy(model)
     hfpatch.apply(model)
+    with torch.no_grad():
+        for _ in range(2):
+            run_ltx(model)
+        assert fused_in(lambda: run_ltx(model))
     seen: list[list[str]] = []
     for m in (twin, model):
         called: list[str] = []
@@ -448,14 +635,14 @@ def test_subclasses_of_the_rope_module(cls: type[nn.Module]) -> None:
     kind = type("LTXVideoRotaryPosEmbed", (cls,), body)
     model = Root(kind(128))
     x = torch.randn(1, 24, 8)
-    decided = check(model, lambda m: m.block(x, *SIZES))
-    assert not decided.swaps
+    check(model, lambda m: m.block(x, *SIZES))
+    assert not hfpatch.plan(model).swaps
 
 
 def test_a_rope_module_with_more_than_numbers() -> None:
     model = Root(LTXVideoRotaryPosEmbed(128))
     model.block.seen = []
-    assert "more than numbers" in reason(hfpatch.plan(model))
+    assert "more than numbers" in next(s.reason for s in hfpatch.plan(model).skips)
     del model.block.seen
     x = torch.randn(1, 24, 8)
 
@@ -486,20 +673,20 @@ def test_masks_that_a_processor_counts(when: str) -> None:
 
     if when == "before":
         give(model)
-    decided = check(
-        model, lambda m: entry.run(m, inputs), after=give if when == "after" else lambda m: None
-    )
+    said = check(model, lambda m: entry.run(m, inputs), after=give if when == "after" else None)
     if when == "before":
-        assert "mask is not known" in reason(decided, "")
+        assert any("mask is not known" in r for r in said.splitlines() if r.startswith(": "))
 
 
 def test_warnings_are_not_errors() -> None:
     """What a block says once does not end a call."""
-    model = ltx()
-    hfpatch.apply(model)
-    model.block.attn1.heads = 2
+    row = ROWS["cogvideox"]
+    model = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+    call = next(iter(row.calls.values()))(draw, 2, 7)
+    assert any(s.op == "block" for s in hfpatch.apply(model).swaps)
+    model.block.norm1.norm.eps = 1e-3
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
-        run_ltx(model)
-        run_ltx(model)
-    assert len([w for w in said if "after it was patched" in str(w.message)]) <= 1
+        model(**call)
+        model(**call)
+    assert len([w for w in said if "after it was patched" in str(w.message)]) == 1
