@@ -209,7 +209,9 @@ class NormSubject(Subject):
         checked_width = width if self._param(weight) is None else None
         has_weight, has_bias = (self._param(n) is not None for n in (weight, bias))
         # one that is given to a module without that name may be ignored by its class
-        may_have_bias = bias in self.module._parameters
+        may_have_weight, may_have_bias = (n in self.module._parameters for n in (weight, bias))
+        # an attribute of the name of a parameter that is None would stand before it
+        free = {n for n, p in self.module._parameters.items() if p is None and n in (weight, bias)}
         name = input_name(self.module)
         training = contract.training
         cpu: Any = contract.cpu  # of what `entry` gave
@@ -289,6 +291,7 @@ class NormSubject(Subject):
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it
                     or (b is None and has_bias)
                     or not (b is None or may_have_bias)
+                    or (free and not d.keys().isdisjoint(free))
                 ):
                     contract.changed()
                 elif any(t is not None and not fits(t, x) for t in (w, b)):
@@ -360,7 +363,8 @@ class NormSubject(Subject):
                             ):
                                 reads = None if read is no_settings else read
                                 what = (type(self), original, own, code, reads, settings)
-                                of_parameters = (weight, bias), (has_weight, has_bias)
+                                # of which an attribute would hide one
+                                of_parameters = (weight, bias), (may_have_weight, may_have_bias)
                                 quick[0] = run[1]((x, w, b), *of_parameters, run[3], *what)
                                 guards += 1
                             return run[0](x, w, b)

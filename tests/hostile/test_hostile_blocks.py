@@ -509,6 +509,16 @@ def outcome(model: nn.Module, call: dict[str, Any]) -> Any:
         return type(e)
 
 
+def patch_and_decide(model: nn.Module, call: dict[str, Any]) -> None:
+    """Patch a model whose block then runs fused, by its file or by a capture: it is called until
+    that is decided."""
+    report = hfpatch.apply(model)
+    for _ in range(2):
+        outcome(model, call)
+    if not any(s.op == "block" for s in report.swaps):
+        assert fused_in(lambda: outcome(model, call)), hfpatch.status(model)
+
+
 def assert_alike(got: Any, expected: Any, what: object) -> None:
     """Of two outcomes, the second of which is a result."""
     assert not isinstance(got, type), (what, got)

@@ -71,6 +71,8 @@ class StaticRMSNorm(PlainRMSNorm):
 LEAVES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "rms": (PlainRMSNorm, 1),
     "layer": (lambda: WrittenLayerNorm(WIDTH), 1),
+    "layer without a bias": (lambda: WrittenLayerNorm(WIDTH, bias=False), 1),
+    "layer without weights": (lambda: WrittenLayerNorm(WIDTH, elementwise_affine=False), 1),
     "helped": (HelpedRMSNorm, 1),
     "static": (StaticRMSNorm, 1),
     "gated norm": (lambda: MambaRMSNormGated(WIDTH, 16), 2),
@@ -132,6 +134,13 @@ def another_class_of_the_same_forward(module: nn.Module, monkeypatch: pytest.Mon
 def an_attribute_that_hides_the_weight(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     if "weight" in module._parameters:
         module.__dict__["weight"] = torch.full((WIDTH,), 3.0)
+
+
+@change
+def an_attribute_that_hides_the_bias(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a parameter that is None has a name for as well."""
+    if "bias" in module._parameters:
+        module.__dict__["bias"] = torch.full((WIDTH,), 3.0)
 
 
 @change

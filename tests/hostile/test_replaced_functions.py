@@ -17,6 +17,8 @@ from regions.families import build
 from torch import nn
 
 import hfpatch
+from hfpatch.regions import offer
+from hfpatch.regions.kind import runs_seen
 
 F = nn.functional
 
@@ -24,6 +26,7 @@ F = nn.functional
 @pytest.fixture(autouse=True)
 def _kernels(kernels_module: object) -> None:
     """The compiled kernels must be there: these tests are about them."""
+    offer.forget()
 
 
 def _doubled(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,15 +64,29 @@ def _blocks(report: Any) -> int:
     return sum(s.op == "block" for s in report.swaps)
 
 
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def _captured(entry: Any, model: Any, inputs: Any, twin: Any) -> int:
+    """How many blocks run by a capture, once they were called; results are the twin's."""
+    expected = entry.run(twin, inputs)
+    for _ in range(2):
+        _close(entry.run(model, inputs), expected)
+    with runs_seen(offer._kinds.values()) as seen:
+        _close(entry.run(model, inputs), expected)
+    return len(seen)
+
+
 @pytest.mark.parametrize("change", [_doubled, _of_many_rows])
 @pytest.mark.parametrize(
     ("name", "of", "function"),
     [
-        ("sd3", F, "layer_norm"),
+        ("cogvideox", F, "layer_norm"),
         ("hunyuan-video", F, "layer_norm"),
-        ("ltx", torch, "rsqrt"),
-        ("ltx", torch.Tensor, "pow"),
-        ("sd3", F, "scaled_dot_product_attention"),
+        ("ltx2", torch, "rsqrt"),
+        ("ltx2", torch.Tensor, "pow"),
+        ("cogvideox", F, "scaled_dot_product_attention"),
     ],
 )
 def test_blocks(
@@ -83,9 +100,7 @@ def test_blocks(
     model = entry.build().requires_grad_(False)
     twin, inputs = copy.deepcopy(model), entry.inputs(model)
     assert (fused := _blocks(hfpatch.apply(model)))
-    torch.testing.assert_close(
-        entry.run(model, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
-    )
+    _close(entry.run(model, inputs), entry.run(twin, inputs))
     with monkeypatch.context() as patch:
         patch.setattr(of, function, change(getattr(of, function)))
         for m in (model, copy.deepcopy(twin)):
@@ -93,15 +108,53 @@ def test_blocks(
             assert not _blocks(report)
             assert any(f"{function}`, which its code names, was repl" in s.reason
                        for s in report.skips)  # fmt: skip
-            torch.testing.assert_close(
-                entry.run(m, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
-            )
+            for _ in range(2):  # what has no file now is captured at its first call
+                _close(entry.run(m, inputs), entry.run(twin, inputs))
     assert _blocks(hfpatch.apply(model)) == fused  # by the proof of before
 
 
-@pytest.mark.parametrize("name", ["ltx", "flux", "wan"])
+@pytest.mark.parametrize("change", [_doubled, _of_many_rows])
+@pytest.mark.parametrize(
+    ("name", "of", "function"),
+    [
+        ("sd3", F, "layer_norm"),
+        ("ltx", torch, "rsqrt"),
+        ("ltx", torch.Tensor, "pow"),
+        ("wan", F, "gelu"),
+        ("sd3", F, "scaled_dot_product_attention"),
+    ],
+)
+def test_captured_blocks_of_diffusers(
+    name: str,
+    of: Any,
+    function: str,
+    change: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next `apply` makes them another kind, which is captured as the code is then."""
+    entry = zoo.ENTRIES[name]
+    model = entry.build().requires_grad_(False)
+    twin, inputs = copy.deepcopy(model), entry.inputs(model)
+    hfpatch.apply(model)
+    assert (fused := _captured(entry, model, inputs, twin))
+    usual = entry.run(twin, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(of, function, change(getattr(of, function)))
+        if change is _doubled:
+            assert not torch.allclose(entry.run(twin, inputs), usual, rtol=1e-2, atol=1e-2)
+        for m in (model, copy.deepcopy(twin)):
+            hfpatch.apply(m)
+            _captured(entry, m, inputs, twin)
+    hfpatch.apply(model)
+    with runs_seen(offer._kinds.values()) as seen:  # by the capture of before
+        _close(entry.run(model, inputs), usual)
+    assert len(seen) == fused
+
+
+@pytest.mark.parametrize("decided", [True, False])
+@pytest.mark.parametrize("name", ["ltx", "flux", "wan", "ltx2", "flux2"])
 def test_attention_is_the_users_where_diffusers_dispatches_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As people put in a faster one: `F.scaled_dot_product_attention = sageattn`."""
     from hfpatch.blocks.attention import _dispatch, is_native
@@ -109,9 +162,11 @@ def test_attention_is_the_users_where_diffusers_dispatches_it(
     entry = zoo.ENTRIES[name]
     model = entry.build().requires_grad_(False)
     twin, inputs = copy.deepcopy(model), entry.inputs(model)
-    assert _blocks(hfpatch.apply(model))
+    written = _blocks(hfpatch.apply(model))
     assert is_native(_dispatch())
-    before = entry.run(model, inputs)
+    before = entry.run(twin, inputs)
+    if decided:
+        assert bool(_captured(entry, model, inputs, twin)) is not bool(written)
     registry = _dispatch()._AttentionBackendRegistry
     active = registry._active_backend
     for place in ("F", "registry"):
@@ -123,32 +178,38 @@ def test_attention_is_the_users_where_diffusers_dispatches_it(
                 double = _doubled(registry._backends[active])
                 patch.setitem(registry._backends, active, double)
             assert not is_native(_dispatch())  # on a GPU, where another kernel is chosen
-            found = entry.run(model, inputs)
-            torch.testing.assert_close(found, entry.run(twin, inputs), rtol=2e-4, atol=2e-4)
-            assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2)
-    assert torch.equal(entry.run(model, inputs), before)
+            expected = entry.run(twin, inputs)
+            assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
+            for again in (False, True):
+                if again:
+                    hfpatch.apply(model)
+                assert not (_captured(entry, model, inputs, twin) and place == "F")
+            if place == "F" and not written:
+                reasons = {c.reason for c in hfpatch.status(model).plan.candidates}
+                assert reasons == {f"`F.{function}`, which its attention calls, was replaced"}
+    hfpatch.apply(model)
+    assert bool(_captured(entry, model, inputs, twin)) is not bool(written)
 
 
 def test_a_module_that_stands_for_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = zoo.ENTRIES["ltx"]
     model = entry.build().requires_grad_(False)
     twin, inputs = copy.deepcopy(model), entry.inputs(model)
-    assert _blocks(hfpatch.apply(model))
+    hfpatch.apply(model)
+    assert _captured(entry, model, inputs, twin)
     import diffusers.models.normalization as home
 
     other = types.ModuleType("torch")
     other.__dict__.update(vars(torch))
     other.rsqrt = _doubled(torch.rsqrt)  # type: ignore[attr-defined]
     monkeypatch.setattr(home, "torch", other)
-    assert not _blocks(hfpatch.apply(model))
-    torch.testing.assert_close(
-        entry.run(model, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
-    )
+    hfpatch.apply(model)
+    _captured(entry, model, inputs, twin)
 
 
 def test_a_block_that_is_proven_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof of another dtype, at a call, is of the functions that `apply` saw."""
-    entry = zoo.ENTRIES["ltx"]
+    entry = zoo.ENTRIES["ltx2"]
     model = entry.build().requires_grad_(False)
     assert _blocks(hfpatch.apply(model))
     model, twin = model.bfloat16(), entry.build().requires_grad_(False).bfloat16()
@@ -157,6 +218,29 @@ def test_a_block_that_is_proven_late(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="was changed since"):
         found = entry.run(model, inputs)
     torch.testing.assert_close(found, entry.run(twin, inputs), rtol=0.1, atol=0.1)
+
+
+def test_a_captured_block_that_is_decided_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of another dtype decides nothing while a function is not the one of `apply`."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build().requires_grad_(False)
+    hfpatch.apply(model)
+    assert _captured(entry, model, entry.inputs(model), entry.build().requires_grad_(False))
+    model, twin = model.bfloat16(), entry.build().requires_grad_(False).bfloat16()
+    inputs = entry.inputs(model, torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "gelu", _doubled(F.gelu))  # which no leaf computes by itself
+        expected = entry.run(twin, inputs)
+        for _ in range(2):
+            with runs_seen(offer._kinds.values()) as seen:
+                found = entry.run(model, inputs)
+            torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+            assert not seen
+    entry.run(model, inputs)
+    with runs_seen(offer._kinds.values()) as seen:
+        found = entry.run(model, inputs)
+    torch.testing.assert_close(found, entry.run(twin, inputs), rtol=0.1, atol=0.1)
+    assert seen
 
 
 def _llama() -> tuple[Any, Any, dict[str, Any]]:
