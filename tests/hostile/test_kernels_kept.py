@@ -186,7 +186,7 @@ def test_the_second_call_of_a_kind_is_the_kernels_alone(monkeypatch: pytest.Monk
 def test_a_wrong_kernel_in_a_block(op: str, kernels_module: object) -> None:
     """A block is proven with small inputs; what a kernel gets wrong at another size is seen then,
     and when it is wrong in every call the block is not fused."""
-    entry = zoo.ENTRIES["ltx"]
+    entry = zoo.ENTRIES["ltx2"]
     model = entry.build()
     inputs = entry.inputs(model)
     expected = entry.run(model, inputs)
@@ -211,6 +211,24 @@ def test_a_wrong_kernel_in_a_block(op: str, kernels_module: object) -> None:
                 torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
         assert bool(spoiled) is bool(size), "it was called, and seen to be wrong"
         hfpatch.restore(model)
+
+
+@pytest.mark.parametrize("op", ["norm_modulate", "gate_residual"])
+def test_no_block_is_captured_with_somebodys_kernel(op: str, kernels_module: object) -> None:
+    """A capture is proven with our own."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    inputs = entry.inputs(model)
+    expected = entry.run(model, inputs)
+
+    def wrong(x: Tensor, *rest: Any, **params: Any) -> Any:
+        return OPS[op].reference(x, *rest, **params) * 0.5
+
+    assert hfpatch.apply(model).plan.candidates
+    hfpatch.restore(model)
+    assert not hfpatch.apply(model, kernels={"*": "local", op: wrong}).plan.candidates
+    for _ in range(3):
+        torch.testing.assert_close(entry.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tritons_template_under_its_interpreter(tmp_path: Path) -> None:
