@@ -72,9 +72,9 @@ def test_a_sample_is_as_committed() -> None:
 
 def test_blocks_of_a_sample_are_as_committed() -> None:
     _of_the_versions()
-    only = re.compile(rf" \(({'|'.join(CALLED)})\)$| CogView4Transformer2DModel$")
+    only = re.compile(rf" \(({'|'.join(CALLED)})\)$| (CogView4|QwenImage21)Transformer2DModel$")
     wanted = _blocks({n: r for n, r in COMMITTED["models"].items() if only.search(n)})
-    assert len(wanted) == len(CALLED) + 1
+    assert len(wanted) == len(CALLED) + 2
     assert _blocks(rows_of(only)) == wanted
 
 

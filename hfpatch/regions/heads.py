@@ -523,9 +523,18 @@ def _between(base: Node, frontier: Any) -> set[Node]:
     return found
 
 
+def _as_many(node: Node, base: Node) -> bool:
+    """Whether two tensors of heads have the same sizes, tokens and heads exchanged or not."""
+    a, b = value(node).shape, value(base).shape
+    exchanged = (b[0], *b[2:0:-1], *b[3:])
+    return len(a) == len(b) and any(all(map(same_size, a, s)) for s in (b, exchanged))
+
+
 def _gives(node: Node, form: Rope, share: int) -> bool:
     """Whether the piece computes this form, in fp64 on random numbers; `share`: how many of the
     columns that are turned have one column of the tables."""
+    if not _as_many(node, form.base):  # a part of the tokens, of which random ones may be all
+        return False
     sizes = Sizes()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sizes.shape(value(form.base)), generator=generator, dtype=torch.float64)
