@@ -93,9 +93,6 @@ class BlockSubject(Subject):
     #: Paths of children, beside layers, that the fused forward calls as modules.
     called: ClassVar[tuple[str, ...]] = ()
 
-    #: Attributes that tell blocks apart but that no forward reads: a layer's number.
-    unread: ClassVar[tuple[str, ...]] = ()
-
     #: Errors of the fused block against fp64 may exceed the original's by this factor and by one
     #: epsilon: both round at the same places, except where fusing keeps fp32 longer.
     tolerance = 1.25
@@ -198,7 +195,7 @@ class BlockSubject(Subject):
     def unlike(self, tiny: nn.Module) -> str | None:
         """How the block is built otherwise than `tiny`, which is what is proven."""
         idle, _ = self._read()
-        return odd_build(self.module, tiny, idle, self.called, self.unread)
+        return odd_build(self.module, tiny, idle, self.called)
 
     @classmethod
     def works_in(cls, block: nn.Module) -> torch.dtype | None:
@@ -218,21 +215,16 @@ class BlockSubject(Subject):
         """Linear layers that `project` is called with: worth one product each."""
         return []
 
-    def place(self, block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """A `tiny()` block as the model would be in `dtype`: some keep parameters in fp32."""
-        return block.to(device, dtype)
-
     def covers(self) -> list[nn.Module]:
         return self.idle()
 
     @property
     def key(self) -> tuple[Any, ...]:
-        ignored = (*self.unread, "processor")
         return tuple(
             (
                 path,
                 code_of(m),
-                attributes_of(m, ignore=ignored),
+                attributes_of(m, ignore=("processor",)),
                 _processor_key(m.__dict__.get("processor")),
                 tuple((n, p is not None and p.dtype) for n, p in m._parameters.items()),
                 tuple(m._modules),
@@ -303,7 +295,7 @@ class BlockSubject(Subject):
             inputs = self.sample(block, generator)
             original = type(block).forward
             low = {k: cast(v, dtype) for k, v in inputs.items()}
-            block = self.place(block, device, dtype)
+            block = block.to(device, dtype)
             before = {k: v.clone() for k, v in low.items() if isinstance(v, Tensor)}
             try:
                 theirs = original(block, **low)

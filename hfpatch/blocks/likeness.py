@@ -32,14 +32,12 @@ def odd_build(
     tiny: nn.Module,
     idle: Container[str],
     called: Container[str] = (),
-    unread: Container[str] = (),
 ) -> str | None:
     """How `block` is built otherwise than `tiny`, a small one of its class; None if it is not.
 
     Args:
         idle: paths of the modules that the fused forward never calls.
         called: paths of modules that it calls as modules, beside layers.
-        unread: attributes that no forward reads.
     """
     ours, theirs = (dict(read_through(root, idle, called)) for root in (block, tiny))
     layers = {path for path, m in tiny.named_modules() if path not in theirs and m is not tiny}
@@ -55,7 +53,7 @@ def odd_build(
         where = f"`{path}`" if path else "it"
         if class_of(mine) is not type(small):
             return f"{where} is a {_named(class_of(mine))}, expected {_named(type(small))}"
-        if (why := odd_code(mine) or _odd_attributes(mine, small, where, unread)) is not None:
+        if (why := odd_code(mine) or _odd_attributes(mine, small, where)) is not None:
             return why
         if (name := odd_tensor(mine)) is not None:
             held = {**mine._parameters, **mine._buffers}[name]
@@ -86,13 +84,11 @@ def _named(cls: type) -> str:
     return f"`{cls.__module__}.{cls.__qualname__}`"
 
 
-def _odd_attributes(
-    ours: nn.Module, theirs: nn.Module, where: str, unread: Container[str]
-) -> str | None:
+def _odd_attributes(ours: nn.Module, theirs: nn.Module, where: str) -> str | None:
     mine, small = _attributes(ours), _attributes(theirs)
     named = names_read(theirs)
     for name in dict.fromkeys((*small, *mine)):
-        if name in unread or name in _CONFIGS:
+        if name in _CONFIGS:
             continue
         if name not in small:
             if name.startswith("_") and name not in named:
