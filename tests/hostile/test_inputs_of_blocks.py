@@ -13,10 +13,11 @@ import pytest
 import torch
 import zoo
 from blocks_single import ROWS
-from test_hostile_blocks import Root, assert_alike, draw, outcome, patch_and_decide
+from test_hostile_blocks import Root, assert_alike, draw, fused_in, outcome, patch_and_decide
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.regions import offer
 
 Call = dict[str, Any]
 
@@ -28,12 +29,12 @@ def _kernels(kernels_module: object) -> Iterator[None]:
         yield
 
 
-#: Blocks of two streams: of the zoo's models, called as these call them.
+#: Blocks that have no row, of two streams most of them: of the zoo's models, called as these do.
 JOINT = {
     f"{name}, {path}": (name, path)
-    for name in ("flux", "flux2", "hunyuan-video", "qwen-image", "sd3")
+    for name in ("flux", "flux2", "hunyuan-video", "qwen-image", "sd3", "ltx")
     for path in ("transformer_blocks.0", "single_transformer_blocks.0")
-    if (name, path[0]) not in {("qwen-image", "s"), ("sd3", "s")}
+    if path[0] == "t" or name not in ("qwen-image", "sd3", "ltx")
 }
 
 
@@ -131,6 +132,26 @@ def check_inputs(name: str, share: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_inputs_that_are_others(name: str) -> None:
     check_inputs(name, 4)
+
+
+@pytest.mark.parametrize("place", ["batch", "tokens"])
+@pytest.mark.parametrize("name", ["wan", "unet", "pixart", "z-image", "lumina 2"])
+def test_a_first_call_without_numbers(name: str, place: str) -> None:
+    """It decides nothing of calls that have some."""
+    offer.forget()
+    row = ROWS[name]
+    make = next(iter(row.calls.values()))
+    twin = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    hfpatch.apply(model)
+    empty = make(draw, *((0, 9) if place == "batch" else (2, 0)))
+    for _ in range(2):
+        compare(model, twin, empty, "empty")
+    call = make(draw, 2, 9)
+    for _ in range(2):
+        compare(model, twin, call, "as it is")
+    assert fused_in(lambda: compare(model, twin, call, "fused"))
+    compare(model, twin, empty, "empty")
 
 
 @pytest.mark.exhaustive

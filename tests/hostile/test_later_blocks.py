@@ -16,6 +16,7 @@ import torch
 import zoo
 from blocks_single import ROWS
 from test_hostile_blocks import Root, assert_alike, draw, outcome, patch_and_decide
+from test_inputs_of_blocks import NAMES, block_and_call
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -198,10 +199,8 @@ def _places(model: nn.Module) -> list[str]:
 
 def check_family(name: str, share: int) -> None:
     """Each change at one of `share` of the modules, which differ from change to change."""
-    row = ROWS[name]
-    first = next(iter(row.calls.values()))
-    call = first(draw, 2, 9)
-    base = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+    block, call = block_and_call(name)
+    base = Root(zoo.randomize_(block).eval().requires_grad_(False))
     base_copy = copy.deepcopy(base)
     patch_and_decide(base_copy, call)
     for i, change in enumerate((*ON_INSTANCES, *ON_CLASSES)):
@@ -220,13 +219,13 @@ def check_family(name: str, share: int) -> None:
     _compare(model, twin, call, "as it was")
 
 
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", NAMES)
 def test_one_of_many_modules(name: str) -> None:
     check_family(name, 32)  # each of the 16 changes at another one of the first 16 modules
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_module(name: str) -> None:
     check_family(name, 1)
 
