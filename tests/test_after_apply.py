@@ -156,7 +156,7 @@ def test_offloading_that_comes_and_goes(name: str) -> None:
 
 def test_what_was_changed_is_said_once() -> None:
     forget_proofs()  # what was said is remembered with the proof
-    entry, model, inputs = build("ltx")
+    entry, model, inputs = build("ltx2")
     hfpatch.apply(model)
     model.transformer_blocks[0].norm1.eps = 0.5
     with pytest.warns(RuntimeWarning, match="got other settings, or hooks"):

@@ -736,7 +736,7 @@ def test_report_as_table_json_and_html() -> None:
     assert len(data["swaps"]) == len(report.swaps) and data["versions"]["torch"]
     assert data["swaps"][0].keys() >= {"path", "class_name", "op", "source", "max_rel_error"}
     markup = report._repr_html_()
-    assert markup.count("<table ") == 2 and "LayerNorm" in markup
+    assert markup.count("<table ") == 3 and "LayerNorm" in markup and "first call" in markup
     assert str(hfpatch.plan(model)).splitlines()[0].endswith("s")
 
 

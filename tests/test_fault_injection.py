@@ -253,7 +253,7 @@ def test_an_interrupt_at_each_step(step: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(hfpatch.apply(original.model).swaps) == len(expected_swaps(original.model))
 
 
-@pytest.mark.parametrize("name", ["ltx"])
+@pytest.mark.parametrize("name", ["cogvideox"])
 def test_packing_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing is for a GPU; here its place in `apply` alone is tested."""
     original = Original(name)

@@ -200,9 +200,9 @@ def test_without_a_kernel_for_it_modules_stay_on_xpu(
 def test_whole_blocks_are_for_cuda_and_the_cpu(calls: list[Any], kernels_module: object) -> None:
     import zoo
 
-    model = zoo.ENTRIES["wan"].build()
+    model = zoo.ENTRIES["cogvideox"].build()
     plan = hfpatch.plan(model)
-    reasons = {s.reason for s in plan.skips if s.class_name == "WanTransformerBlock"}
+    reasons = {s.reason for s in plan.skips if s.class_name == "CogVideoXBlock"}
     assert reasons == {"whole blocks are fused on CUDA and on the CPU alone"}
 
 

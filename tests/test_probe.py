@@ -401,24 +401,28 @@ def test_apply_under_a_default_device() -> None:
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["ltx", "flux", "wan"])
+@pytest.mark.parametrize("name", ["ltx", "flux", "cogvideox"])
 def test_apply_under_a_default_dtype(name: str, default: torch.dtype) -> None:
     """Blocks are fused as ever, and nothing of it is remembered for the next `apply`."""
     import zoo
     from expect import relative_error
+    from support.captured import paths
 
     from hfpatch.proof.proofs import forget_proofs
+    from hfpatch.regions.offer import forget
 
     entry = zoo.ENTRIES[name]
     model = entry.build(torch.float32)
     inputs = entry.inputs(model, torch.float32)
     expected = entry.run(model, inputs)
     forget_proofs()
+    forget()
     torch.set_default_dtype(default)
     try:
         under = hfpatch.apply(model)
         assert torch.get_default_dtype() == default
-        assert relative_error(entry.run(model, inputs), expected) < 1e-5
+        for _ in range(2):  # a captured block decides there
+            assert relative_error(entry.run(model, inputs), expected) < 1e-5
     finally:
         torch.set_default_dtype(torch.float32)
     hfpatch.restore(model)
@@ -428,4 +432,6 @@ def test_apply_under_a_default_dtype(name: str, default: torch.dtype) -> None:
     fresh = hfpatch.apply(model)
     formulas = [[(s.path, s.formula) for s in r.swaps] for r in (under, usual, fresh)]
     assert formulas[0] == formulas[1] == formulas[2]
-    assert any(s.op == "block" for s in fresh.swaps)
+    for _ in range(2):
+        assert relative_error(entry.run(model, inputs), expected) < 1e-5
+    assert paths(model)

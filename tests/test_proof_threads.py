@@ -19,6 +19,8 @@ import pytest
 import torch
 import zoo
 from autocast_cases import MODULES, Kernels, Pair, draw, off
+from blocks_families import ROWS
+from test_blocks_single import call_of
 from torch import nn
 
 import hfpatch
@@ -70,17 +72,14 @@ def _together(*calls: Callable[[], Any]) -> None:
             done.result(timeout=60)
 
 
-def _ltx_block() -> nn.Module:
-    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
-
-    block = LTXVideoTransformerBlock(64, 4, 16, 48, activation_fn="gelu-approximate")
-    return zoo.randomize_(block).eval().requires_grad_(False)
+def _block(name: str) -> nn.Module:
+    """One that has a file."""
+    return zoo.randomize_(ROWS[name].make()).eval().requires_grad_(False)
 
 
-def _ltx_call(block: nn.Module) -> Any:
-    ones = torch.ones(1, 5, 64, dtype=BF16)
+def _call(name: str, block: nn.Module) -> Any:
     with torch.no_grad():
-        return block(ones, ones[:, :3, :48], torch.ones(1, 1, 384, dtype=BF16))
+        return block(**call_of(ROWS[name], dtype=BF16))
 
 
 def _basic_block() -> nn.Module:
@@ -136,26 +135,26 @@ def test_applies_at_once() -> None:
 
 def test_blocks_of_another_dtype_at_once() -> None:
     """Which are proven at their first calls."""
-    blocks = {"ltx": nn.Sequential(_ltx_block()), "basic": nn.Sequential(_basic_block())}
+    blocks = {name: nn.Sequential(_block(name)) for name in ("cogvideox", "sana")}
     for model in blocks.values():
         assert "block" in [s.op for s in hfpatch.apply(model).swaps]
         model.to(BF16)
     _one_at_a_time(
         Seen(*blocks.values()),
-        lambda: _ltx_call(blocks["ltx"][0]),
-        lambda: _basic_call(blocks["basic"][0]),
+        lambda: _call("cogvideox", blocks["cogvideox"][0]),
+        lambda: _call("sana", blocks["sana"][0]),
     )
-    for model, call in ((blocks["ltx"], _ltx_call), (blocks["basic"], _basic_call)):
+    for name, model in blocks.items():
         with Kernels() as seen:
-            call(model[0])
-        assert {"norm_modulate", "add_layer_norm"} & set(seen.names)
+            _call(name, model[0])
+        assert {"norm_modulate", "norm_modulate_out"} & set(seen.names)
 
 
 def test_a_block_of_another_dtype_beside_an_apply() -> None:
-    block, model = nn.Sequential(_basic_block()), nn.Sequential(MODULES["LlamaMLP"]())
+    block, model = nn.Sequential(_block("sana")), nn.Sequential(MODULES["LlamaMLP"]())
     hfpatch.apply(block)
     block.to(BF16)
-    calls = (lambda: _basic_call(block[0]), lambda: hfpatch.apply(model))
+    calls = (lambda: _call("sana", block[0]), lambda: hfpatch.apply(model))
     _one_at_a_time(Seen(block, model), *calls)
 
 
