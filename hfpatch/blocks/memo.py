@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -181,8 +182,9 @@ class StepMemo(Generic[T]):
         if not self.keeps(made, tensors):
             return made
         self.missed += 1
-        gone = weakref.WeakMethod(self._gone)
-        refs = tuple(weakref.ref(t, lambda ref: _tell(gone, ref)) for t in tensors)
+        # a partial: a tensor may go at the end of the process, behind the names of this file
+        told = functools.partial(_tell, weakref.WeakMethod(self._gone))
+        refs = tuple(weakref.ref(t, told) for t in tensors)
         own = version(made) if isinstance(made, Tensor) else None
         # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (refs, versions, stream, made, own)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from diffusers.models.transformers.transformer_ltx import (
     LTXVideoTransformerBlock,
 )
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hfpatch
@@ -700,3 +705,73 @@ def test_warnings_are_not_errors() -> None:
         model(**call)
         model(**call)
     assert len([w for w in said if "after it was patched" in str(w.message)]) == 1
+
+
+# Transforms of functions, and the end of a process ------------------------------------------------
+
+
+def _dual(run: Callable[[Tensor], Tensor], x: Tensor, tangent: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(run(forward_ad.make_dual(x, tangent))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Any]] = {
+    "vmap": lambda run, x, other: torch.vmap(run)(torch.stack((x, other))),
+    "jvp": lambda run, x, other: torch.func.jvp(run, (x,), (other,)),
+    "grad": lambda run, x, other: torch.func.grad(lambda t: (run(t) * other).sum())(x),
+    "a dual number": _dual,
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_a_transform_of_a_decided_block(what: str, enabled: bool) -> None:
+    model, call = ltx(), ltx_call()
+    twin = copy.deepcopy(model)
+    patch_and_decide(model, call)
+    x, other = call["hidden_states"], call["hidden_states"].flip(1)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        results = []
+        for m in (model, twin):
+
+            def run(t: Tensor, m: nn.Module = m) -> Tensor:
+                y: Tensor = m(**call | {"hidden_states": t})
+                return y
+
+            with torch.set_grad_enabled(enabled):
+                results.append(TRANSFORMS[what](run, x, other))
+    same(*results, exactly=False)
+
+
+def test_parameters_of_a_call_alone() -> None:
+    model, call = ltx(), ltx_call()
+    twin = copy.deepcopy(model)
+    patch_and_decide(model, call)
+    others = {name: 1.3 * p for name, p in twin.named_parameters()}
+    with torch.no_grad():
+        got, expected = (torch.func.functional_call(m, others, (), call) for m in (model, twin))
+    same(got, expected, exactly=False)
+    same(outcome(model, call), outcome(twin, call), exactly=False)
+
+
+SCRIPT = """
+import torch
+import test_hostile_blocks as cases
+
+model, call = cases.ltx(), cases.ltx_call()
+cases.patch_and_decide(model, call)
+held = [model(**call) for _ in range(2)]
+"""
+
+
+def test_a_script_that_ends_says_nothing() -> None:
+    """Its tensors go behind all that was imported."""
+    here = Path(__file__).parent
+    paths = (here, here.parent, *filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
