@@ -280,8 +280,15 @@ def test_other_families(name: str) -> None:
     assert set(states) <= {"fused", "at its first call"}
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Uncapturable("it is too odd"), "it is too odd"),
+        (KeyError("a rule's own"), 'its proof failed: KeyError: "a rule\'s own"'),
+    ],
+)
 def test_a_call_that_cannot_be_captured_is_traced(
-    ltx: Any, monkeypatch: pytest.MonkeyPatch
+    ltx: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     """Known while the graph is made: inductor gets the original's pieces, not one operator."""
     model, inputs = ltx
@@ -290,7 +297,7 @@ def test_a_call_that_cannot_be_captured_is_traced(
     hfpatch.apply(model)
 
     def refused(*args: Any) -> Any:
-        raise Uncapturable("it is too odd")
+        raise error
 
     monkeypatch.setattr(kind, "capture", refused)
     seen = Counter()
@@ -298,7 +305,24 @@ def test_a_call_that_cannot_be_captured_is_traced(
     assert relative_error(run(compiled, inputs), expected) <= NOISE
     assert seen.blocks == [0]
     found = hfpatch.status(model).plan.candidates
-    assert {(c.state, c.reason) for c in found} == {("left", "it is too odd")}
+    assert {(c.state, c.reason) for c in found} == {("left", reason)}
+
+
+def test_a_question_that_cannot_be_answered_is_no_error(
+    ltx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = ltx
+    expected = run(model, inputs)
+    hfpatch.apply(model)
+
+    def none_left(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for another one")
+
+    monkeypatch.setattr(opaque, "_like", none_left)
+    seen = Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=seen)
+    assert relative_error(run(compiled, inputs), expected) <= NOISE
+    assert seen.blocks == [0]
 
 
 def test_an_operator_whose_proof_fails_is_the_originals_call(

@@ -168,9 +168,9 @@ def _foreseen(kind: str) -> str:
         tensors, call = _last(_is_question).args
         fakes = [node.meta["example_value"] for node in tensors]
         foresight = _foresights[kind]
-    except Exception:  # dynamo's inside is another one, or an `apply` has forgotten all kinds
+        return foresight.foresee(lambda: _given(_read(call), [_like(fake) for fake in fakes]))
+    except Exception:  # dynamo's inside is another one, its tensors are odd, there is no memory
         return ""
-    return foresight.foresee(lambda: _given(_read(call), [_like(fake) for fake in fakes]))
 
 
 def _like(fake: Tensor) -> Tensor:

@@ -262,8 +262,7 @@ class Kind:
             except Exception as e:  # any operator's own
                 if failed:
                     raise
-                said = (str(e).splitlines() or [""])[0]  # further lines hold numbers
-                self._refuse(kinds, key, f"its proof failed: {type(e).__name__}: {said}")
+                self._refuse(kinds, key, _failed(e))
             else:
                 self.variants.setdefault(kinds, []).append(variant)
                 self._remember(key, variant)
@@ -333,6 +332,9 @@ class Kind:
                 _rewritten(captured, block)
         except (CannotReplicateError, Uncapturable) as e:
             self._refuse(kinds, key, str(e))
+            return None
+        except Exception as e:  # any operator's own
+            self._refuse(kinds, key, _failed(e))
             return None
         if launches(captured.graph) >= before:
             self._refuse(kinds, key, _NOTHING)
@@ -471,6 +473,11 @@ def in_training(module: nn.Module, path: str = "") -> str | None:
         if not is_wall(child) and (found := in_training(child, below)) is not None:
             return found
     return None
+
+
+def _failed(e: Exception) -> str:
+    said = (str(e).splitlines() or [""])[0]  # further lines hold numbers
+    return f"its proof failed: {type(e).__name__}: {said}"
 
 
 class _Undecided(Exception):
