@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,8 +24,11 @@ F = nn.functional
 
 
 @pytest.fixture(autouse=True)
-def _kernels(kernels_module: object) -> None:
-    """The compiled kernels must be there: these tests are about them."""
+def _kernels(kernels_module: object) -> Iterator[None]:
+    """The compiled kernels must be there: these tests are about them. What was refused while a
+    function was replaced stays refused."""
+    offer.forget()
+    yield
     offer.forget()
 
 
