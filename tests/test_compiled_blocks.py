@@ -254,7 +254,7 @@ FAMILIES = {
     "cogvideox": 2, "mochi": 2, "sd15-unet": 4, "llama": 2, "gemma2": 2, "falcon": 2, "bert": 2,
     "vit": 2, "clip-text": 2, "t5-encoder": 1,
 }  # fmt: skip
-OFTEN = ("wan", "flux", "hunyuan-video", "sd3", "llama", "vit")
+OFTEN = ("wan", "hunyuan-video", "vit")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def pack(model: nn.Module) -> int:
 
 
 @families
-@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("batch", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_batches_and_packed_weights(row: Row, batch: int, packed: bool) -> None:
     model, inputs = build(row)

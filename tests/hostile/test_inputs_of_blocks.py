@@ -129,7 +129,13 @@ def check_inputs(name: str, share: int) -> None:
     compare(model, twin, call, "as it was")
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: Of Wan's blocks, whose captures are alike, `make test` has one.
+OFTEN = [
+    pytest.param(n, marks=pytest.mark.exhaustive if n.startswith("wan ") else ()) for n in NAMES
+]
+
+
+@pytest.mark.parametrize("name", OFTEN)
 def test_inputs_that_are_others(name: str) -> None:
     check_inputs(name, 4)
 

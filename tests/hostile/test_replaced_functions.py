@@ -46,6 +46,10 @@ def _of_many_rows(f: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+#: Of blocks, which are slow to be proven, `make test` has one.
+CHANGES = [_doubled, pytest.param(_of_many_rows, marks=pytest.mark.exhaustive)]
+
+
 def _causal_lm() -> Any:
     import transformers
 
@@ -81,7 +85,7 @@ def _captured(entry: Any, model: Any, inputs: Any, twin: Any) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("change", [_doubled, _of_many_rows])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("name", "of", "function"),
     [
@@ -116,7 +120,7 @@ def test_blocks(
     assert _blocks(hfpatch.apply(model)) == fused  # by the proof of before
 
 
-@pytest.mark.parametrize("change", [_doubled, _of_many_rows])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("name", "of", "function"),
     [

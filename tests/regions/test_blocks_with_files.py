@@ -60,7 +60,11 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16],
+    ids=str,
+)
 def test_a_capture_has_the_ops_of_the_file(name: str, dtype: torch.dtype) -> None:
     entry = zoo.ENTRIES[name]
     model = entry.build(dtype)
