@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -229,14 +230,18 @@ def call_compiled(
         The result, or None if it cannot be called so: it is traced.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    plain = [t for t in given.values() if isinstance(t, Tensor) and t.dim() > 0]
+    if not plain:
+        return None
+    found = _anchor_of(block, anchor, plain[0])
+    # a result is like one of these: with too little work in any case nobody is asked
+    if found is None or _work(max([_rows(t) for t in plain]), weights) < LEAST_WORK:
+        return None
     if len(args) > len(names):
         given[_MORE] = tuple(args[len(names) :])
     tensors: list[Tensor] = []
     call = _written_call(given, len(args), (), tensors)
-    if call is None or not tensors:
-        return None
-    found = _anchor_of(block, anchor, tensors[0])
-    if found is None:
+    if call is None:
         return None
     torch.ops.hfpatch.foreseen(tensors, call)  # dead code, whose node says what the tensors are
     told = _foreseen(kind)
@@ -244,8 +249,7 @@ def call_compiled(
         return None
     shape, *names_of_results = told.split(" ")
     like = [n for n in names_of_results if n != "-"]
-    tokens = max([given[name].numel() // given[name].shape[-1] for name in like])
-    if 2 * tokens * weights < LEAST_WORK:
+    if _work(max([_rows(given[name]) for name in like]), weights) < LEAST_WORK:
         return None
     results = _add(block, found, given, len(args), like)
     if results is not None and _trace.masks and not _biases_are_of_masks():
@@ -257,6 +261,16 @@ def call_compiled(
         return results[0]
     left = list(results)
     return tuple([None if n == "-" else left.pop(0) for n in names_of_results])
+
+
+def _rows(t: Tensor) -> int:
+    """Of [.., S, D]: how many tokens."""
+    return math.prod(t.shape[:-1])
+
+
+def _work(tokens: int, weights: int) -> int:
+    """Floating-point operations of a block's products."""
+    return 2 * tokens * weights
 
 
 def _anchor_of(block: nn.Module, anchor: Sequence[str], first: Tensor) -> Tensor | None:
@@ -446,8 +460,8 @@ torch.library.register_fake("hfpatch::foreseen", lambda tensors, call: [], lib=_
 
 _lock = forks.lock()
 #: Blocks that may be called so: the paths of their anchors, and their patched forwards, without
-#: what may stand around these by now: dynamo traced that.
-#: Of each also the names of the arguments that it takes by their place.
+#: what may stand around these by now: dynamo traced that. And the names of the arguments that each
+#: takes by their place.
 _blocks: PerObject[nn.Module, tuple[tuple[str, ...], Forward, tuple[str, ...]]] = PerObject()
 _by_address: dict[int, weakref.ref[nn.Module]] = {}
 
