@@ -83,9 +83,7 @@ def test_writing_to_a_table_changes_nothing_kept() -> None:
     x = torch.randn(1, 24, 8)
     cos, _ = model.rope(x, *CALLS[0])
     before = cos.clone()
-    assert companion(cos) is not None
     cos.zero_()
-    assert companion(cos) is None  # a block would read the table itself
     assert torch.equal(model.rope(x, *CALLS[0])[0], before)
 
 

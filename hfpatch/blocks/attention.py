@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-from torch.nn import functional as F
-
 from hfpatch import attention as general
+from hfpatch.proof.dispatch import is_replaced
 from hfpatch.proof.subject import Tensor
 
 
@@ -38,7 +36,7 @@ def is_native(dispatch: Any) -> bool:
     return (
         name == dispatch.AttentionBackendName.NATIVE
         and function is dispatch._native_attention
-        and F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        and not is_replaced()
     )
 
 

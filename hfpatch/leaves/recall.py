@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch.blocks.masks import masks_nothing
-from hfpatch.blocks.memo import accompany, current_capture, stream_of
+from hfpatch.blocks.memo import current_capture, stream_of
 from hfpatch.blocks.opaque import trace_whole
 from hfpatch.direct_calls import has_own_call
 from hfpatch.leaves.custom import CustomSubject
@@ -93,8 +93,7 @@ class RecallSubject(CustomSubject):
 class RopeTables(Family):
     """LTX-Video's RoPE tables: 25 small kernels in fp32 a step, from sizes that do not change.
 
-    Kept are the tables of one sample as the module returns them, each value twice, for blocks that
-    are not fused, and each value once, as the fused blocks read them.
+    Kept are the tables of one sample, each value once; the module's have it twice.
     """
 
     name = "rope tables"
@@ -143,7 +142,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 class _Tables:
-    """Cos and sin of one sample, each value once, as fused blocks read them."""
+    """Cos and sin of one sample, each value once: half the memory."""
 
     def __init__(self, key: Any, wide: tuple[Tensor, ...]) -> None:
         self.key = key
@@ -151,13 +150,10 @@ class _Tables:
             self._compact = tuple(t[..., ::2].contiguous() for t in wide)
 
     def of(self, batch: int) -> tuple[Tensor, ...]:
-        """[B, S, D], each value twice, with the compact tables for those who ask. They are the
-        caller's own, as those of the module are: who writes to them changes no others."""
+        """[B, S, D], each value twice. They are the caller's own, as those of the module are: who
+        writes to them changes no others."""
         with torch.inference_mode(False):
-            tables = tuple(_doubled(t, batch) for t in self._compact)
-        for table, compact in zip(tables, self._compact, strict=True):
-            accompany(table, compact)
-        return tables
+            return tuple(_doubled(t, batch) for t in self._compact)
 
 
 def _doubled(compact: Tensor, batch: int) -> Tensor:
